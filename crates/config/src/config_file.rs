@@ -12,7 +12,7 @@ use crate::disk_spec;
 use crate::export_config::{ExportConfig, Mounted};
 use crate::limits::{self, DiskLimits, Group};
 use crate::pool::PoolSpec;
-use crate::server_config::duplicate_disk;
+use crate::server_config::duplicate_disk_at;
 use crate::server_config::{
     MAX_POLL_US, MAX_WORKERS, NamedDisk, Poll, ServerConfig, SocketConfig, TRACE_RECORDS,
     WorkerChoice, pool_options,
@@ -32,79 +32,157 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
+use utoipa::ToSchema;
 
 /// Maximum size of the file. It has room for more controllers than a process can serve, with one
 /// line each.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Configuration file, as read and as written.
-#[derive(Debug, Serialize, Deserialize)]
+/// Configuration file, as read and as written. The comments of the fields are the text of
+/// shadowbell.toml(5).
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
+    /// Name of the server, for `shadowbell ctl --server`. Default: the name of the file.
+    #[schema(value_type = Option<String>)]
     name: Option<Spanned<String>>,
+    /// Path of the control socket. Default: `/run/shadowbell/NAME/control.sock`, or below
+    /// `$XDG_RUNTIME_DIR` for a user other than root.
+    #[schema(value_type = Option<String>)]
     control_socket: Option<PathBuf>,
+    /// Directory of the UUIDs that are generated for disks. Default: `/var/lib/shadowbell`, or
+    /// `$XDG_STATE_HOME/shadowbell` for a user other than root.
+    #[schema(value_type = Option<String>)]
     state_dir: Option<PathBuf>,
+    /// Mode of the controllers' sockets, as in `"0660"`. Default: set by the umask.
+    #[schema(value_type = Option<String>)]
     socket_mode: Option<Spanned<String>>,
+    /// Group of the controllers' sockets, a name or a number. Default: that of the process.
+    #[schema(value_type = Option<String>)]
     socket_group: Option<Spanned<String>>,
+    /// Address and port of the metrics, which have no access control: `"127.0.0.1:9477"`. Default:
+    /// none.
+    #[schema(value_type = Option<String>)]
     metrics: Option<SocketAddr>,
+    /// Host names by which clients may address the metrics, besides IP addresses and localhost.
+    /// Default: none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     metrics_hosts: Vec<String>,
-    trace: Option<PathBuf>,
+    /// File in which every decision about a doorbell is recorded, for `shadowbell trace`. Default:
+    /// none.
+    #[schema(value_type = Option<String>)]
+    trace: Option<Spanned<PathBuf>>,
+    /// Number of trace records per I/O thread, 1024 to 16777216. Default: 262144.
+    #[schema(value_type = Option<u32>)]
     trace_records: Option<Spanned<u32>>,
+    /// True to measure latency by namespace, for metrics and `shadowbell top`. Default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     measure: bool,
+    /// Number of I/O threads. Default: one for every two CPUs, or the number of CPUs in `pin`.
+    #[schema(value_type = Option<u16>)]
     workers: Option<Spanned<u16>>,
+    /// CPUs to which the I/O threads are pinned, in order. Default: none.
+    #[schema(value_type = Option<Vec<u32>>)]
     pin: Option<Spanned<Vec<usize>>>,
+    /// Polling of an idle I/O thread: `"adaptive"` before it sleeps, `"always"`, or `"never"`.
+    /// Default: `"adaptive"`, or `"always"` if a controller has mapped doorbells.
+    #[schema(value_type = Option<String>)]
     poll: Option<Spanned<Poll>>,
+    /// Maximum polling time of an idle I/O thread in microseconds. Default: 100.
+    #[schema(value_type = Option<u32>)]
     poll_max_us: Option<Spanned<u32>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     limit_group: Vec<Spanned<GroupTable>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     subsystem: Vec<Spanned<SubsystemTable>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     disk: Vec<Spanned<NamedDiskTable>>,
+    #[schema(ignore)]
     controller: Option<Vec<Spanned<ControllerTable>>>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(ignore)]
     export: Vec<Spanned<ExportConfig>>,
+    #[schema(ignore)]
     paths: Option<PathsTable>,
 }
 
 /// Table `[paths]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct PathsTable {
-    /// Directories in which management requests may open images and create sockets.
-    allow: Vec<PathBuf>,
+    /// Directories in which management requests may open images and create sockets, if the server
+    /// has a sandbox.
+    #[schema(value_type = Vec<String>)]
+    allow: Vec<Spanned<PathBuf>>,
 }
 
 /// Table `[[limit-group]]`: name and limits of a limit group. The keys of the limits are those of
 /// disk options.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 struct GroupTable {
+    /// Name of the group, for the option `limit-group` of disks.
     name: String,
     #[serde(flatten)]
+    #[schema(ignore)]
     limits: BTreeMap<String, String>,
 }
 
 /// Table `[[controller]]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ControllerTable {
+    /// Id of the controller, for `shadowbell ctl` and metrics. Default: the path of the socket.
+    #[schema(value_type = Option<String>)]
     id: Option<Spanned<String>>,
+    /// Path of the vfio-user socket; for SPDK a directory.
+    #[schema(value_type = String)]
     socket: Spanned<PathBuf>,
+    /// Serial number, 1 to 20 characters. Default: derived from the path of the socket.
+    #[schema(value_type = Option<String>)]
     serial: Option<Spanned<String>>,
+    /// Model number, 1 to 40 characters. Default: `"Shadowbell NVMe Controller"`.
+    #[schema(value_type = Option<String>)]
     model: Option<Spanned<String>>,
+    /// Doorbell mechanism that the controller offers: `"shadow"`, `"mmio"` or `"mapped"`. Default:
+    /// `"shadow"`.
     #[serde(default)]
+    #[schema(value_type = String)]
     doorbells: OfferedDoorbells,
+    /// Maximum number of I/O queue pairs, 1 to 64. Default: 64.
+    #[schema(value_type = Option<u16>)]
     queues: Option<Spanned<u16>>,
+    /// Maximum queue size in entries, 2 to 4096. Default: 4096.
+    #[schema(value_type = Option<u32>)]
     queue_entries: Option<Spanned<u32>>,
+    /// Maximum transfer size of a command, a power of two from `"1MiB"` to `"16MiB"`. Default:
+    /// `"1MiB"`.
+    #[schema(value_type = Option<String>)]
     max_transfer: Option<Spanned<String>>,
+    /// True to refuse writes, whatever the disks allow. Default: false.
     #[serde(default)]
     read_only: bool,
+    /// I/O thread: `"own"` for a thread that serves no other controller, or the number of a thread,
+    /// from 0. Default: a shared thread.
+    #[schema(value_type = Option<String>)]
     worker: Option<Spanned<WorkerChoice>>,
+    /// Pool in which the guest creates namespaces, instead of `disks`: `"DIR?capacity=SIZE"`.
+    /// Default: none.
+    #[schema(value_type = Option<String>)]
     pool: Option<Spanned<String>>,
+    /// Name of the `[[subsystem]]` of the controller. Default: none.
+    #[schema(value_type = Option<String>)]
     subsystem: Option<Spanned<String>>,
+    /// ANA state of the subsystem's ANA groups for this controller, or a list with a state for
+    /// each: `"optimized"`, `"non-optimized"`, `"inaccessible"`, `"persistent-loss"`, `"change"`.
+    /// Default: `"optimized"`.
+    #[schema(value_type = Option<String>)]
     ana: Option<Spanned<AnaStates>>,
+    /// Disks, one per namespace. Each is a string, a disk with options as in shadowbell-disks(7) or
+    /// the `id` of a `[[disk]]`, or a table.
+    #[schema(value_type = Option<Vec<String>>)]
     disks: Option<Spanned<Vec<Spanned<DiskEntry>>>>,
 }
 
@@ -119,14 +197,19 @@ enum DiskEntry {
     Table(DiskTable),
 }
 
-#[derive(Clone, Debug, Serialize, Deserialize)]
+/// Element of `disks`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct DiskTable {
+    /// Disk with options, or the `id` of a `[[disk]]`.
     disk: String,
+    /// Namespace identifier, larger than that of the disk before. Default: the next one, from 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     nsid: Option<u32>,
+    /// UUID that guests see. Default: generated once, see `state-dir`.
     #[serde(skip_serializing_if = "Option::is_none")]
     uuid: Option<String>,
+    /// True to permit an export to write to the disk, too. Default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     share: bool,
 }
@@ -162,37 +245,48 @@ pub fn read_text(path: &Path) -> anyhow::Result<String> {
 
 /// Parses `text`, the content of the file `name`.
 pub fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
-    parse_with(text, name, &|_| Ok(()))
+    parse_with(text, name, None)
 }
 
-/// Validates the configuration file at `path` without opening disks and sockets. `check_disk`
-/// validates a disk specification.
+/// Item of a configuration file that is checked against the disk kinds and the machine.
+#[derive(Clone, Copy, Debug)]
+pub enum Item<'a> {
+    /// Specification of a disk.
+    Disk(&'a str),
+    /// Path of a controller's socket.
+    Socket(&'a Path),
+    /// Directory in which management requests may open files.
+    Allowed(&'a Path),
+    /// Path of the doorbell trace.
+    Trace(&'a Path),
+    /// Export of a disk.
+    Export(&'a ExportConfig),
+}
+
+/// Function that checks an item. The error is a sentence.
+pub type ItemCheck<'a> = &'a dyn Fn(Item<'_>) -> Result<(), String>;
+
+/// Validates the configuration file at `path` without opening disks and sockets. `check_item`
+/// checks what the types of this crate do not.
 ///
 /// # Errors
 /// All errors of the file, one per line, with line numbers.
-pub fn check(
-    path: &Path,
-    check_disk: &dyn Fn(&str) -> Result<(), String>,
-) -> anyhow::Result<ServerConfig> {
+pub fn check(path: &Path, check_item: ItemCheck<'_>) -> anyhow::Result<ServerConfig> {
     let (text, name) = (read_text(path)?, path.display().to_string());
-    let config = parse_with(&text, &name, check_disk).map_err(|why| bad_input(anyhow!(why)))?;
-    match duplicate_disk(&config.controllers) {
-        Some(why) => Err(bad_input(anyhow!("{name}: {why}"))),
-        None => Ok(config),
-    }
+    parse_with(&text, &name, Some(check_item)).map_err(|why| bad_input(anyhow!(why)))
 }
 
 fn parse_with(
     text: &str,
     name: &str,
-    check_disk: &dyn Fn(&str) -> Result<(), String>,
+    check_item: Option<ItemCheck<'_>>,
 ) -> Result<ServerConfig, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
         format!("{name}:{line}: {}", without_rust_terms(error.message()))
     })?;
     let (groups, disks, errors) = Default::default();
-    let mut check = Check { text, name, check_disk, groups, disks, errors };
+    let mut check = Check { text, name, check_item, groups, disks, errors };
     let config = check.file(file);
     if check.errors.is_empty() {
         return Ok(config);
@@ -211,8 +305,8 @@ fn line_of(text: &str, offset: usize) -> usize {
 struct Check<'a> {
     text: &'a str,
     name: &'a str,
-    /// Validates a disk specification.
-    check_disk: &'a dyn Fn(&str) -> Result<(), String>,
+    /// Further checks, in addition to those of every file that is served.
+    check_item: Option<ItemCheck<'a>>,
     /// Names of the limit groups.
     groups: HashSet<String>,
     /// Named disks.
@@ -235,6 +329,34 @@ impl Check<'_> {
         if let Some(first) = first {
             let why = "is that of another controller too";
             let why = format!("{what} {why} (line {first}): give each its own");
+            self.errors.push((line, why));
+        }
+    }
+
+    /// Line of a key in the table of an array (`[[disk]]`). Line of the table if it does not
+    /// contain the key.
+    fn line_in<T>(&self, table: &Spanned<T>, key: &str) -> usize {
+        let first = self.line(table);
+        let mut lines = (1..).zip(self.text.lines()).skip(first - 1);
+        if !lines.next().is_some_and(|(_, line)| line.trim_start().starts_with("[[")) {
+            return first;
+        }
+        let is_key = |line: &str| {
+            let rest = line.trim_start().strip_prefix(key);
+            rest.is_some_and(|rest| rest.trim_start().starts_with('='))
+        };
+        let mut inside = lines.take_while(|(_, line)| !line.trim_start().starts_with('['));
+        inside.find(|(_, line)| is_key(line)).map_or(first, |(number, _)| number)
+    }
+
+    /// Reports an error of a key in the table of an array.
+    fn refuse_key<T>(&mut self, table: &Spanned<T>, key: &str, why: impl Into<String>) {
+        let line = self.line_in(table, key);
+        self.errors.push((line, why.into()));
+    }
+
+    fn check_item(&mut self, line: usize, item: Item<'_>) {
+        if let Some(Err(why)) = self.check_item.map(|check| check(item)) {
             self.errors.push((line, why));
         }
     }
@@ -296,7 +418,8 @@ impl Check<'_> {
         let groups: Vec<_> = file.limit_group.iter().map(|table| self.group(table)).collect();
         for (table, group) in file.limit_group.iter().zip(&groups) {
             if !self.groups.insert(group.name.clone()) {
-                self.refuse(table, format!("the limit group `{}` is defined twice", group.name));
+                let why = format!("the limit group `{}` is defined twice", group.name);
+                self.refuse_key(table, "name", why);
             }
         }
         file.disk.iter().for_each(|table| self.named_disk(table));
@@ -306,18 +429,26 @@ impl Check<'_> {
             }
             name.into_inner()
         });
-        let mut shared = Subsystems::new(file.subsystem, |table, why| self.refuse(table, why));
+        let mut shared = Subsystems::new(file.subsystem, |table, key, why| {
+            self.refuse_key(table, key, why);
+        });
         let mut controllers = Vec::with_capacity(tables.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
         let mut serials: HashMap<String, usize> = HashMap::new();
         let mut ids: HashMap<String, usize> = HashMap::new();
+        let mut disk_lines = Vec::with_capacity(tables.len());
         for table in tables {
             let origin = Some(format!("{}:{}", self.name, self.line(&table)));
             let table = table.into_inner();
             let socket = table.socket.get_ref().clone();
             if socket.as_os_str().is_empty() {
                 self.refuse(&table.socket, "the path of the socket is empty");
+            } else {
+                let line = self.line(&table.socket);
+                self.check_item(line, Item::Socket(&socket));
             }
+            let disks = table.disks.as_ref().map(|disks| self.line(disks));
+            disk_lines.push(disks.unwrap_or_else(|| self.line(&table.socket)));
             let serial = table.serial.as_ref().map(|serial| (self.line(serial), serial.get_ref()));
             if let Some((line, serial)) = serial {
                 let first = serials.insert(serial.clone(), line);
@@ -372,15 +503,29 @@ impl Check<'_> {
             self.refuse_second(line, first, format_args!("the socket {socket}"));
             controllers.push(served);
         }
+        if self.check_item.is_some()
+            && let Some((nth, why)) = duplicate_disk_at(&controllers)
+        {
+            self.errors.push((disk_lines.get(nth).copied().unwrap_or(1), why));
+        }
+        for path in file.paths.iter().flat_map(|paths| &paths.allow) {
+            let line = self.line(path);
+            self.check_item(line, Item::Allowed(path.get_ref()));
+        }
+        if let Some(path) = &file.trace {
+            let line = self.line(path);
+            self.check_item(line, Item::Trace(path.get_ref()));
+        }
         self.check_references(&controllers, |served| {
             sockets.get(&served.absolute_socket()).copied()
         });
+        let allow = file.paths.map(|paths| paths.allow).unwrap_or_default();
         ServerConfig {
             disks: self.disks.clone(),
             exports: self.exports(file.export, &controllers),
             controllers,
             pool,
-            trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
+            trace: file.trace.map(|path| (path.into_inner(), records.unwrap_or(TRACE_RECORDS))),
             measure: file.measure,
             control: SocketPath { name, path: file.control_socket },
             default_name: String::new(),
@@ -389,7 +534,7 @@ impl Check<'_> {
             metrics_hosts: file.metrics_hosts,
             groups,
             socket_access: SocketAccess { mode, group },
-            allow: file.paths.map(|paths| paths.allow).unwrap_or_default(),
+            allow: allow.into_iter().map(Spanned::into_inner).collect(),
             polls_for_mapped: false,
         }
         .with_default_polling(is_polling_open)
@@ -398,14 +543,16 @@ impl Check<'_> {
     fn group(&mut self, table: &Spanned<GroupTable>) -> Group {
         let GroupTable { name, limits: texts } = table.get_ref();
         if let Err(why) = limits::check_name(name) {
-            self.refuse(table, why);
+            self.refuse_key(table, "name", why);
         }
         let mut limits = Limits::default();
         for (key, text) in texts {
             match limits.set(key, text) {
                 Ok(true) => {}
-                Ok(false) => self.refuse(table, format!("a limit group has no `{key}`")),
-                Err(why) => self.refuse(table, why),
+                Ok(false) => {
+                    self.refuse_key(table, key, format!("a limit group has no `{key}`"));
+                }
+                Err(why) => self.refuse_key(table, key, why),
             }
         }
         Group { name: name.clone(), limits }
@@ -472,47 +619,44 @@ impl Check<'_> {
         if let Some(NamedDisk { id, spec, .. }) = named {
             return DiskConfig { id: Some(id), share, ..DiskConfig::with(spec, uuid, nsid) };
         }
-        self.check_disk(&entry, &disk);
+        let line = self.line(&entry);
+        self.check_disk([line, line], &disk);
         DiskConfig { share, ..DiskConfig::with(disk, uuid, nsid) }
     }
 
-    /// Validates the specification of a disk.
-    fn check_disk<T>(&mut self, place: &Spanned<T>, spec: &str) {
-        if let Err(why) = (self.check_disk)(spec) {
-            self.refuse(place, why);
-        }
-        self.check_group(place, spec);
-    }
-
-    /// Refuses an unknown limit group. Otherwise a misspelt name would create a group without
-    /// limits.
-    fn check_group<T>(&mut self, place: &Spanned<T>, spec: &str) {
+    /// Validates the specification of a disk. `lines`: lines of the disk and of its limits.
+    fn check_disk(&mut self, lines: [usize; 2], spec: &str) {
+        let [line, limits_line] = lines;
+        self.check_item(line, Item::Disk(spec));
+        // An unknown limit group is refused. Otherwise a misspelt name would create a group without
+        // limits.
         let (_, limits) = DiskLimits::split(spec).unwrap_or_default();
         if let Some(group) = limits.group.filter(|group| !self.groups.contains(group)) {
             let why = format!(
                 "there is no `[[limit-group]]` `{group}` for this disk: add one of this name, or \
                  correct the name"
             );
-            self.refuse(place, why);
+            self.errors.push((limits_line, why));
         }
     }
 
     fn named_disk(&mut self, table: &Spanned<NamedDiskTable>) {
         let id = table.get_ref().id.clone();
         if let Err(why) = check_id(&id) {
-            self.refuse(table, why);
+            self.refuse_key(table, "id", why);
         }
         if self.disks.iter().any(|other| other.id == id) {
             let why = format!("the id `{id}` is that of another disk too: give each its own");
-            self.refuse(table, why);
+            self.refuse_key(table, "id", why);
         }
         match table.get_ref().spec() {
             Ok(spec) => {
-                self.check_disk(table, &spec);
+                let lines = [self.line_in(table, "source"), self.line_in(table, "limits")];
+                self.check_disk(lines, &spec);
                 let origin = Some(format!("{}:{}", self.name, self.line(table)));
                 self.disks.push(NamedDisk { id, spec, origin });
             }
-            Err(why) => self.refuse(table, why),
+            Err((key, why)) => self.refuse_key(table, key, why),
         }
     }
 
@@ -550,37 +694,47 @@ impl Check<'_> {
                             "the disk `{disk}` is written by {writer}: give one of them `read-only`, \
                              or set `share` for both, if the programs that write can share a disk"
                         );
-                        self.refuse(table, why);
+                        self.refuse_key(table, "disk", why);
                     }
                     None => drop(writers.entry(disk.clone()).or_insert(own)),
                 }
             }
             if let Err(why) = check_id(id) {
-                self.refuse(table, why);
+                self.refuse_key(table, "id", why);
             }
             if !ids.insert(id.clone()) {
                 let why = format!("the id `{id}` is that of another export too: give each its own");
-                self.refuse(table, why);
+                self.refuse_key(table, "id", why);
             }
             if !disks.contains(disk) {
                 let why = format!(
                     "there is no disk `{disk}`: give the `id` of a `[[disk]]`, or CONTROLLER/NSID"
                 );
-                self.refuse(table, why);
+                self.refuse_key(table, "disk", why);
             }
-            if let Err(why) = table.get_ref().protocol() {
-                self.refuse(table, why);
+            match table.get_ref().protocol() {
+                Ok(_) => {
+                    let line = self.line_in(table, "tls-certificates");
+                    self.check_item(line, Item::Export(table.get_ref()));
+                }
+                Err(why) => self.refuse(table, why),
             }
             if table.get_ref().ublk.is_some() {
-                self.refuse(table, "a ublk device is created by `shadowbell export --ublk`");
+                self.refuse_key(
+                    table,
+                    "ublk",
+                    "a ublk device is created by `shadowbell export --ublk`",
+                );
             }
             if table.get_ref().mounted != Mounted::default() || table.get_ref().owner.is_some() {
-                self.refuse(table, "`mounted` and `owner` are no keys of a configuration");
+                let is_owner = table.get_ref().owner.is_some();
+                let key = if is_owner { "owner" } else { "mounted" };
+                self.refuse_key(table, key, "`mounted` and `owner` are no keys of a configuration");
             }
             if table.get_ref().fuse.is_some() {
                 let why = "a FUSE file is mounted by `shadowbell ctl export add --fuse`, which passes \
                            it to the running server: leave this export out";
-                self.refuse(table, why);
+                self.refuse_key(table, "fuse", why);
             }
         }
         tables.into_iter().map(Spanned::into_inner).collect()
@@ -635,6 +789,7 @@ pub fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
 }
 
 mod disks;
+pub mod reference;
 mod shared;
 pub mod write;
 use disks::NamedDiskTable;

@@ -5,12 +5,13 @@ use serde::{Deserialize, Serialize};
 use shadowbell_process::process_env;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use utoipa::ToSchema;
 
 /// Largest default number of queues.
 pub const MAX_DEFAULT_QUEUES: u16 = 4;
 
 /// Export of a disk: exactly one of `nbd`, `vhost_user_blk`, `fuse` and `ublk`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ExportConfig {
     /// Id of the export.
@@ -22,35 +23,41 @@ pub struct ExportConfig {
     pub nbd: Option<String>,
     /// vhost-user-blk: path of the socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
     pub vhost_user_blk: Option<PathBuf>,
     /// FUSE: path of the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(ignore)]
     pub fuse: Option<PathBuf>,
     /// FUSE: process that has mounted the file.
     #[serde(default, skip_serializing_if = "Mounted::is_by_client")]
+    #[schema(ignore)]
     pub mounted: Mounted,
     /// FUSE: user and group of the file. The defaults are those of the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(ignore)]
     pub owner: Option<(u32, u32)>,
     /// ublk: device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(ignore)]
     pub ublk: Option<UblkConfig>,
     /// Name of the export for NBD clients, or serial number of the virtio disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
     /// Directory with certificates. If it is set, clients without TLS are refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
     pub tls_certificates: Option<PathBuf>,
     /// True to accept clients without a certificate.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tls_any_client: bool,
-    /// Number of virtio queues. The default is one per processor, up to four.
+    /// Number of virtio queues. Default: one per CPU, up to four.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// Longest time in microseconds for which a thread polls before it sleeps. The default is 50.
+    /// Longest time in microseconds for which a thread polls before it sleeps. Default: 50.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_max_us: Option<u32>,
-    /// Time in seconds after which a request is cancelled. The default is 30.
+    /// Time in seconds after which a request is cancelled. Default: 30.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u16>,
     /// True to refuse writes.

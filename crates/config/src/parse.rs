@@ -1,5 +1,6 @@
 //! Parsers of sizes and times in options.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 /// Parses a size in bytes above zero. Units are binary as in fio: `1k` is 1024 bytes.
@@ -29,6 +30,17 @@ pub fn time(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|_| bad())
 }
 
+/// Parser of a time in whole seconds within a range, without a unit or with one: `30`, `30s`, `2m`.
+pub fn seconds(range: RangeInclusive<u64>) -> impl Fn(&str) -> Result<u64, String> + Clone {
+    move |text| {
+        let time = time(text)?;
+        let whole = Some(time.as_secs()).filter(|_| time.subsec_nanos() == 0);
+        whole
+            .filter(|seconds| range.contains(seconds))
+            .ok_or_else(|| format!("it is {} to {} whole seconds", range.start(), range.end()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -40,6 +52,17 @@ mod tests {
         }
         for text in ["", "s", "1e3", "1..2", "ms"] {
             assert!(time(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn seconds_are_whole_and_in_their_range() {
+        let parse = seconds(1..=3600);
+        for (text, value) in [("30", 30), ("30s", 30), ("2m", 120), ("1000ms", 1), ("1h", 3600)] {
+            assert_eq!(parse(text), Ok(value), "{text}");
+        }
+        for text in ["0", "1500ms", "2h", "soon"] {
+            assert!(parse(text).is_err(), "{text}");
         }
     }
 

@@ -275,8 +275,13 @@ impl ServerConfig {
 /// check, the lock of the file would fail with a message about another program.
 #[must_use]
 pub fn duplicate_disk(controllers: &[SocketConfig]) -> Option<String> {
+    duplicate_disk_at(controllers).map(|(_, why)| why)
+}
+
+/// Index of the controller with the second use, in addition to the result of [`duplicate_disk`].
+pub(crate) fn duplicate_disk_at(controllers: &[SocketConfig]) -> Option<(usize, String)> {
     let mut seen: HashMap<PathBuf, (&str, String, bool, Option<&str>)> = HashMap::new();
-    for served in controllers {
+    for (nth, served) in controllers.iter().enumerate() {
         for disk in &served.controller.disks {
             let name = disk.disk.split('?').next().unwrap_or_default();
             let Some((path, is_read_only)) = disk_spec::image(&disk.disk) else { continue };
@@ -298,10 +303,11 @@ pub fn duplicate_disk(controllers: &[SocketConfig]) -> Option<String> {
                 false => format!("of {other} and of {place}"),
             };
             let also = if before == name { String::new() } else { format!(" ({before})") };
-            return Some(format!(
+            let why = format!(
                 "{name}{also}: it is named as a disk {of}: name it once, or everywhere with \
                  `read-only=on`"
-            ));
+            );
+            return Some((nth, why));
         }
     }
     None

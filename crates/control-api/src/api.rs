@@ -341,6 +341,9 @@ pub struct Disk {
     /// Age of the oldest of these requests in milliseconds, right to a second.
     #[serde(default)]
     pub oldest_ms: u64,
+    /// True if the file of the disk was deleted: its data is lost when the disk is closed.
+    #[serde(default)]
+    pub deleted: bool,
     /// True if the storage has not answered that request for the time `--stalled-after`.
     #[serde(default)]
     pub stalled: bool,

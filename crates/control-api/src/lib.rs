@@ -4,4 +4,5 @@
 pub mod api;
 pub mod client;
 pub mod discovery;
+pub mod explain;
 pub mod live_stats;

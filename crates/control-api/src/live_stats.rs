@@ -22,6 +22,9 @@ pub struct Snapshot {
 /// Statistics of a controller's I/O queues since the server began, across resets and guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Row {
+    /// `id` of the controller.
+    #[serde(default)]
+    pub id: String,
     /// Path of the controller's socket.
     pub socket: String,
     /// Number of I/O submission queues at present.
@@ -55,9 +58,32 @@ pub struct Row {
     pub interrupts: u64,
     /// Commands that ended with an error.
     pub errors: u64,
+    /// Times for which commands have waited, by cause. They grow while a reader of snapshots or
+    /// explanations is there, and for some seconds after.
+    #[serde(default)]
+    pub waits: Waits,
     /// Statistics of the namespaces, if latency is or was measured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub namespaces: Vec<NamespaceRow>,
+}
+
+/// Sampled time by the cause for which a controller's commands waited, in nanoseconds. Several
+/// times per second, the time since the last sample is divided among the causes in proportion to
+/// the commands that wait for them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Waits {
+    /// The storage of a disk.
+    pub disk_ns: u64,
+    /// The rate limits of a disk.
+    pub limit_ns: u64,
+    /// A full completion queue, or an in-flight quota of the controller.
+    pub queue_full_ns: u64,
+    /// A busy I/O thread, or one without a CPU.
+    pub processor_ns: u64,
+    /// A page of guest memory.
+    pub memory_ns: u64,
+    /// No command was outstanding.
+    pub nothing_ns: u64,
 }
 
 /// Statistics of a namespace since this process began, while the measurement was on.
@@ -99,7 +125,8 @@ impl NamespaceRow {
 }
 
 impl Row {
-    /// Current statistics of the controller at `socket`.
+    /// Current statistics of the controller at `socket`. The fields `id`, `waits` and those about
+    /// disks are empty.
     pub fn of(socket: &str, controller: &Controller) -> Self {
         let stats = controller.stats();
         let mut row = Self::of_stats(socket, &stats);
@@ -125,6 +152,7 @@ impl Row {
         let mut workers: Vec<usize> = stats.workers.iter().map(|sleep| sleep.worker).collect();
         workers.sort_unstable();
         Self {
+            id: String::new(),
             socket: socket.to_owned(),
             queues: stats.submission_queues.iter().filter(|queue| queue.qid != 0).count(),
             parked: !workers.is_empty() && stats.workers.iter().all(|sleep| sleep.parked),
@@ -139,6 +167,7 @@ impl Row {
             rings: trapped.saturating_add(stats.doorbell_events),
             interrupts: cq.interrupts,
             errors: stats.io.errors,
+            waits: Waits::default(),
             namespaces: Vec::new(),
         }
     }

@@ -223,6 +223,12 @@ impl Controller {
         self.0.max_notices()
     }
 
+    /// Number of the controller in its process, which no other controller has had.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.0.context.shared.id
+    }
+
     /// Statistics of the controller. The counters are read directly, without a message to an I/O
     /// thread, so a blocked I/O thread does not block the call. An event is counted before the host
     /// can observe it. While the controller is busy, the values are not all from the same instant.

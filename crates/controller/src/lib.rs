@@ -44,6 +44,7 @@ mod lba_status;
 mod migration_state;
 mod namespace;
 mod notice;
+mod outstanding;
 mod pool;
 mod queue;
 mod reservations;
@@ -67,6 +68,7 @@ pub use event::Event;
 pub use exec::Quota;
 pub use journal::InFlightCommand;
 pub use migration_state::MigrationState;
+pub use outstanding::{Outstanding, ThreadSample};
 pub use pool::{
     NamespacePool, PoolAct, PoolCallback, PoolNamespace, PoolOrder, PoolOutcome, PoolPort,
     PoolState, SanitizePhase, SanitizeStatus,

@@ -160,6 +160,10 @@ impl Disk for Qcow2Disk {
         self.path.display().to_string()
     }
 
+    fn is_deleted(&self) -> bool {
+        self.pool.image().files.first().is_some_and(ImageFile::is_deleted)
+    }
+
     fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         self.pool.image().extents(offset, len, report);
     }

@@ -78,6 +78,12 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner().is_some_and(|inner| inner.has_lost_writes())
     }
 
+    /// True if the file of the disk was deleted: it exists only as long as the disk is open. Must
+    /// not block for long. Default: false.
+    fn is_deleted(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.is_deleted())
+    }
+
     /// Performance counters of the disk by name, for the operator. Default: none.
     fn counters(&self) -> Vec<(&'static str, u64)> {
         self.inner().map_or_else(Vec::new, |inner| inner.counters())

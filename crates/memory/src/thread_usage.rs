@@ -19,6 +19,8 @@ pub struct ThreadUsage {
     pub waits: u64,
     /// Voluntary and involuntary context switches.
     pub switches: u64,
+    /// Page faults for which the thread waited for storage.
+    pub major_faults: u64,
 }
 
 impl ThreadUsage {
@@ -37,6 +39,7 @@ impl ThreadUsage {
             user: time(usage.ru_utime),
             waits,
             switches: waits + u64::try_from(usage.ru_nivcsw).unwrap_or(0),
+            major_faults: u64::try_from(usage.ru_majflt).unwrap_or(0),
         }
     }
 }

@@ -18,6 +18,7 @@ use shadowbell_config::socket_path::{self, SocketPath};
 use shadowbell_controller::PoolOptions;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_process::exit::{self, bad_input};
+use shadowbell_storage::disk_reference::{self, OptionReference};
 use shadowbell_supervisor::DEFAULT_STOP_TIMEOUT;
 use shadowbell_supervisor::permissions::Permissions;
 use std::net::SocketAddr;
@@ -25,7 +26,7 @@ use std::path::{Path, PathBuf};
 
 /// Serve disks as an NVMe controller to a virtual machine, over a vfio-user socket
 #[derive(Clone, Debug, Default, clap::Args)]
-#[command(after_help = exit::help(AFTER_HELP))]
+#[command(after_help = after_help())]
 pub struct Args {
     /// Disks, one per namespace: disk.img, /dev/sdb, /dev/ng0n1, disk.qcow2, mem:1GiB, null:1TiB,
     /// an NBD export, nbd://host/export, nbd+unix:///export?socket=PATH, a Ceph RBD image,
@@ -42,7 +43,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "controller", "pool"])]
     config: Option<PathBuf>,
 
-    /// Check a configuration file without opening disks and sockets, and serve nothing
+    /// Check a configuration file without opening disks and sockets, and serve nothing, as
+    /// `shadowbell config check` does
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool"])]
     pub(super) check: Option<PathBuf>,
 
@@ -137,14 +139,14 @@ pub(super) struct ServiceArgs {
     /// End within this time after SIGTERM, even if the storage has not answered all requests. The
     /// log then lists them, and the exit status is 5. Not counted: the wait until mounted files
     /// (FUSE) and block devices (ublk) are unused, as long as their storage answers
-    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_STOP_TIMEOUT)]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..=86400))]
+    #[arg(long, value_name = "TIME", default_value_t = DEFAULT_STOP_TIMEOUT)]
+    #[arg(value_parser = parse::seconds(1..=86400))]
     pub(super) stop_timeout: u64,
 
     /// Time after which a disk whose storage does not answer a request is `stalled`: in the log,
     /// `top`, `ctl disk ls` and metrics
-    #[arg(long, value_name = "SECONDS", default_value_t = 5)]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..=86400))]
+    #[arg(long, value_name = "TIME", default_value_t = 5)]
+    #[arg(value_parser = parse::seconds(1..=86400))]
     pub(super) stalled_after: u64,
 
     /// Start mode, set by the supervisor
@@ -204,38 +206,9 @@ their controllers when the supervisor is killed.
 
 The server process runs in a sandbox, which the log describes at the start. With a supervisor, \
 which opens the images, file access is restricted too. With disks nbd:, rbd:, nvme:// and \
-vfio-user: there is no sandbox.
+vfio-user: there is no sandbox.";
 
-Options of a disk, as in `disk.img?direct=on&iops=1000`:
-
-  read-only=on|off        refuse writes; with off, fail if the file is not writable
-  block-size=512|4096     block size in bytes
-  uuid=UUID               UUID that guests see [default: see --state-dir]
-  direct=on|off|auto      of a file: bypass the page cache
-  aio=io_uring|threads    of a file: I/O method [default: io_uring if available]
-  format=raw|qcow2        of a file: image format, instead of detection by its first bytes
-  allow-backing=on        of a qcow2 image: permit backing files and a data file
-  socket=PATH             of nbd+unix:///EXPORT: socket of the server
-  connections=N           of nbd: number of connections, if the server permits several [default: 4]
-  replay=SIZE|off         of nbd: size of unflushed writes to keep, to repeat them on a server that
-                          was restarted [default: 64MiB]
-  tls-certificates=DIR    of nbds://HOST/EXPORT, nbds+unix: TLS, with ca-cert.pem, and with
-                          client-cert.pem and client-key.pem if the server requires them
-  tls-hostname=NAME       of nbds: name in the server's certificate [default: HOST, localhost]
-  settle=SECONDS          of nbd: how long its server may still execute writes of a dead client;
-                          recovery, with a supervisor, waits for that
-  conf=FILE, id=USER,     of rbd:POOL/IMAGE[@SNAPSHOT]: configuration of the cluster, user
-  namespace=NAME          [default: admin], namespace in the pool
-  read-zeroes=on          of null: reads return zeroes
-  zero-copy=off           of nvme:// and vfio-user: copy data through memory of this process
-  queue-pairs=N, timeout=SECONDS  of nvme:// and vfio-user: number of queue pairs [default: 8],
-                          time limit of a command
-  on-error=report|stop|stop-on-full  requests that fail because the storage is full or fails: report
-                          the error to the guest, or hold them until `ctl disk resume`
-  iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,
-  write-bandwidth=        rate limits per second; requests beyond them wait
-  limit-group=NAME        share the limits of this group
-
+const FILE_HELP: &str = "\
 A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines are optional
@@ -281,6 +254,48 @@ A file with `controller = []` serves none at first; `shadowbell ctl controller a
 
 Guests of one server share its I/O threads in fair shares. If your tenants do not trust each \
 other, run one server per tenant: then they share nothing here.";
+
+/// Columns of the names of disk options in the help.
+const OPTION_WIDTH: usize = 26;
+/// Columns of the help.
+const HELP_WIDTH: usize = 98;
+
+/// Notes of the help: signals, processes, options of disks, configuration file, exit statuses.
+fn after_help() -> String {
+    let options = disk_reference::all_options().into_iter().map(|(option, kinds)| {
+        let OptionReference { name, value, text } = option;
+        let of =
+            if kinds.is_empty() { String::new() } else { format!("of {}: ", kinds.join(", ")) };
+        option_lines(&format!("{name}={value}"), &format!("{of}{text}"))
+    });
+    exit::help(&format!(
+        "{AFTER_HELP}\n\nA DISK is [SCHEME:]NAME[?OPTION=VALUE[&OPTION=VALUE]...], as in \
+         `disk.img?direct=on&iops=1000`; see shadowbell-disks(7).\n\nOptions of a disk:\n\n{}\n{FILE_HELP}",
+        options.collect::<String>()
+    ))
+}
+
+/// Lines of an option of a disk in the help.
+fn option_lines(name: &str, text: &str) -> String {
+    let mut lines = format!("  {name:<OPTION_WIDTH$}");
+    if name.len() >= OPTION_WIDTH {
+        lines += &format!("\n  {:OPTION_WIDTH$}", "");
+    }
+    let mut column = OPTION_WIDTH;
+    for word in text.split(' ') {
+        if column + 1 + word.len() > HELP_WIDTH {
+            lines += &format!("\n  {:OPTION_WIDTH$}", "");
+            column = OPTION_WIDTH;
+        } else if column != OPTION_WIDTH {
+            lines.push(' ');
+            column += 1;
+        }
+        lines += word;
+        column += word.len();
+    }
+    lines.push('\n');
+    lines
+}
 
 /// Properties of a controller.
 #[derive(Clone, Debug, Default, clap::Args)]
@@ -424,8 +439,7 @@ impl Args {
         config.control =
             SocketPath { name: self.name.or(name), path: service.control_socket.or(path) };
         if let Some((path, _)) = &config.trace {
-            let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
-            checked.context("--trace").map_err(bad_input)?;
+            check_trace(path)?;
         }
         Ok(config)
     }
@@ -464,6 +478,12 @@ impl PoolArgs {
 
 fn existing_group(text: &str) -> Result<String, String> {
     socket_access::parse_group(text).map(|_| text.to_owned())
+}
+
+/// Checks the path of the doorbell trace.
+pub(super) fn check_trace(path: &Path) -> anyhow::Result<()> {
+    let checked = check_output(path).and_then(|()| Ok(TraceFile::check(path)?));
+    checked.context("--trace").map_err(bad_input)
 }
 
 /// Checks that a file can be created at `path`, as far as possible without creating it.

@@ -2,6 +2,7 @@
 
 use super::control::{ControlListeners, ControlSocket, SavedControl, ServerState};
 use super::server::Server;
+use super::wait_sampler::WaitSampler;
 use super::worker_link::UpgradeRequester;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -141,6 +142,7 @@ fn start_control(
         upgrade_error: Arc::clone(&process_control.upgrade_error),
         upgrade_requester: process_control.upgrade_requester.clone(),
         tracer: Arc::clone(server.tracer()),
+        waits: WaitSampler::default(),
     };
     ControlSocket::start(listeners, Arc::new(state))
 }

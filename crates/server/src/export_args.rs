@@ -5,6 +5,7 @@ use anyhow::anyhow;
 use clap::ArgGroup;
 use shadowbell_config::disk_spec::with_option;
 use shadowbell_config::export_config::{ExportConfig, Mounted, UblkConfig};
+use shadowbell_config::parse;
 use shadowbell_config::target::{self, Target};
 use shadowbell_export::nbd;
 use shadowbell_process::exit;
@@ -83,9 +84,8 @@ pub struct ExportArgs {
     /// Longest time in microseconds for which a thread polls before it sleeps [default: 50]
     #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     poll_max: Option<u32>,
-    /// Time in seconds after which a request is cancelled
-    #[arg(long, default_value_t = 30, value_name = "SECONDS",
-        value_parser = clap::value_parser!(u16).range(1..=3600))]
+    /// Time after which a request is cancelled
+    #[arg(long, default_value_t = 30, value_name = "TIME", value_parser = timeout)]
     timeout: u16,
 
     #[command(flatten)]
@@ -172,6 +172,10 @@ impl ExportArgs {
         });
         nbd.chain(vhost).chain(ublk).chain(fuse).collect()
     }
+}
+
+fn timeout(text: &str) -> Result<u16, String> {
+    parse::seconds(1..=3600)(text).map(|seconds| u16::try_from(seconds).unwrap_or(u16::MAX))
 }
 
 /// End of the long help: target syntax and examples.

@@ -37,21 +37,24 @@ pub(super) fn show(config: &ServerConfig) {
 }
 
 fn text(endpoints: &[Endpoint]) -> String {
-    let mut text = String::from("For QEMU (10.1 or later), with the guest's memory as SIZE:\n\n");
+    // Several controllers usually belong to several guests, so their lines are no single command.
+    let (of_guest, joint) = match endpoints.len() {
+        1 => ("", " \\\n"),
+        _ => (" and the lines of its own controllers", "\n"),
+    };
+    let lines = |device: fn(&Path) -> String| {
+        let lines = endpoints.iter().map(|endpoint| format!("  {}", device(&endpoint.socket)));
+        lines.collect::<Vec<_>>().join("\n")
+    };
+    let mut text =
+        format!("For QEMU (10.1 or later), with the guest's memory as SIZE{of_guest}:\n\n");
     text.push_str(
         "  -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
-         memory-backend=mem \\\n",
+         memory-backend=mem",
     );
-    let devices: Vec<_> =
-        endpoints.iter().map(|endpoint| format!("  {}", qemu(&endpoint.socket))).collect();
-    text.push_str(&devices.join(" \\\n"));
-    text.push_str("\n\nFor Cloud Hypervisor:\n\n  --memory size=SIZE,shared=on \\\n");
-    let devices: Vec<_> = endpoints
-        .iter()
-        .map(|endpoint| format!("  {}", cloud_hypervisor(&endpoint.socket)))
-        .collect();
-    text.push_str(&devices.join(" \\\n"));
-    text.push_str("\n\n");
+    text.push_str(&format!("{joint}{}", lines(qemu)));
+    text.push_str("\n\nFor Cloud Hypervisor:\n\n  --memory size=SIZE,shared=on");
+    text.push_str(&format!("{joint}{}\n\n", lines(cloud_hypervisor)));
     let spdk: Vec<_> = endpoints.iter().filter_map(|endpoint| endpoint.spdk.as_ref()).collect();
     if !spdk.is_empty() {
         text.push_str("For SPDK, whose memory must be one file (-g in most of its programs):\n\n");
@@ -86,15 +89,26 @@ mod tests {
     #[test]
     fn the_arguments_can_be_pasted() {
         let endpoint = |path: &str| Endpoint { socket: path.into(), spdk: None };
-        let text = text(&[endpoint("/run/vm0.sock"), endpoint("/run/it's \"1\".sock")]);
+        let one = text(&[endpoint("/run/it's \"1\".sock")]);
         let expected = "For QEMU (10.1 or later), with the guest's memory as SIZE:\n\n  \
             -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem \\\n  \
-            -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"path\":\"/run/vm0.sock\",\"type\":\"unix\"}}' \\\n  \
             -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"path\":\"/run/it'\\''s \\\"1\\\".sock\",\"type\":\"unix\"}}'\n\n\
             For Cloud Hypervisor:\n\n  --memory size=SIZE,shared=on \\\n  \
-            --user-device socket=/run/vm0.sock \\\n  \
             --user-device 'socket=/run/it'\\''s \"1\".sock'\n\n";
-        assert_eq!(text, expected);
+        assert_eq!(one, expected);
+    }
+
+    /// No guest may get the disks of another one because its operator has pasted the text as it is.
+    #[test]
+    fn the_lines_of_several_controllers_are_not_one_command() {
+        let endpoint = |path: &str| Endpoint { socket: path.into(), spdk: None };
+        let text = text(&[endpoint("/run/vm0.sock"), endpoint("/run/vm1.sock")]);
+        assert!(
+            !text.contains('\\') && text.contains("the lines of its own controllers"),
+            "{text}"
+        );
+        let devices = text.lines().filter(|line| line.starts_with("  -device "));
+        assert_eq!(devices.count(), 2, "{text}");
     }
 
     #[test]

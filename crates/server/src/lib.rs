@@ -38,6 +38,7 @@
 //! | `liveness` | liveness checks for a service manager |
 //! | `resize_watch` | automatic resize of namespaces |
 //! | `stall_watch`, `in_flight` | scanner of requests in flight, for stalled disks |
+//! | `wait_sampler` | sampler of what commands wait for, while a reader is there |
 //! | `stop_watch` | log messages about disks that are stopped by an error of their storage |
 //! | `guard` | refusal of changes that take something from a client, without `force` |
 //! | `sandbox` | restriction of the process before it reads guest data |
@@ -50,9 +51,9 @@
 //! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines for
 //! events; one that writes the log, so that a blocked terminal cannot block a guest (see
 //! `shadowbell_process::logging`); one for the control socket; one that resizes disks whose storage
-//! reports a new size; one that searches for stalled disks; and the main thread, which waits for
-//! signals. Without clients no thread wakes up by a timer, except the search for stalled disks,
-//! once a minute.
+//! reports a new size; one that searches for stalled disks; one that samples what commands wait
+//! for, while a reader is there; and the main thread, which waits for signals. Without clients no
+//! thread wakes up by a timer, except the search for stalled disks, once a minute.
 #![forbid(unsafe_code)]
 
 mod ana;
@@ -104,6 +105,7 @@ mod stats_report;
 mod stop_limit;
 mod stop_watch;
 mod tracer;
+mod wait_sampler;
 mod worker_link;
 
 pub use args::Args;
@@ -121,16 +123,19 @@ use reload::Reload;
 use resize_watch::ResizeWatch;
 use running_exports::OwnMounts;
 use server::Server;
+use shadowbell_config::config_file::{self, Item};
 use shadowbell_config::disk_spec;
 use shadowbell_config::disk_uuids;
 use shadowbell_config::server_config::ServerConfig;
-use shadowbell_config::{config_file, socket_access};
 use shadowbell_config::{limits, pool, subsystems};
+use shadowbell_config::{socket_access, socket_path};
 use shadowbell_export::ublk;
 use shadowbell_process::signals::{EndSignals, Wake};
 use shadowbell_process::{descriptor_limit, exit, logging, notify};
 use shadowbell_storage::disk_kinds;
 use shadowbell_supervisor::protocol::{to_supervisor, to_worker};
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::BindError;
 use signal_hook::consts::{SIGHUP, SIGUSR1};
 use stall_watch::StallWatch;
 use startup_timing::Phases;
@@ -150,7 +155,7 @@ use worker_link::{Role, WorkerLink, text_of};
 /// The configuration cannot be served, or the service has failed.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if let Some(file) = &args.check {
-        return check(file);
+        return check_config(file);
     }
     let Some(role) = args.service.as_worker else {
         return serve(args, None).map_err(exit::for_service);
@@ -171,21 +176,45 @@ pub fn run_export(args: ExportArgs) -> anyhow::Result<ExitCode> {
     run(args.serve()?)
 }
 
-/// Validates a configuration file.
-fn check(file: &Path) -> anyhow::Result<ExitCode> {
-    let config = config_file::check(file, &|spec| {
-        disk_kinds::check(spec).map_err(|error| exit::line(&error.into_error()))
-    })?;
+/// Validates a configuration file without opening disks and sockets, for `shadowbell config check`
+/// and `serve --check`.
+///
+/// # Errors
+/// All errors of the file, one per line, each with the line of the key.
+pub fn check_config(file: &Path) -> anyhow::Result<ExitCode> {
+    let config = config_file::check(file, &check_item)?;
     let count = config.controllers.len();
     println!("{}: {count} controller{}", file.display(), if count == 1 { "" } else { "s" });
     Ok(ExitCode::SUCCESS)
 }
 
-/// Refuses a configuration in which a directory of `--allow` does not exist.
-fn check_allowed(config: &ServerConfig) -> anyhow::Result<()> {
-    match config.allow.iter().find(|path| !path.exists()) {
-        None => Ok(()),
-        Some(path) => Err(exit::unavailable(anyhow!(
+/// Checks an item of a configuration file, as the start of the service does later.
+fn check_item(item: Item<'_>) -> Result<(), String> {
+    let line = |error: anyhow::Error| exit::line(&error);
+    match item {
+        Item::Disk(spec) => disk_kinds::check(spec).map_err(|error| line(error.into_error())),
+        Item::Socket(path) => match Listener::check_path(path) {
+            // The server creates the directory of the control sockets.
+            Err(BindError::NoDirectory { directory, .. })
+                if socket_path::directory().as_ref() == Some(&directory) =>
+            {
+                Ok(())
+            }
+            outcome => outcome.map_err(|error| error.to_string()),
+        },
+        Item::Allowed(path) => check_allowed(path).map_err(line),
+        Item::Trace(path) => args::check_trace(path).map_err(line),
+        Item::Export(export) => {
+            running_exports::read_certificates(std::slice::from_ref(export)).map_err(line)
+        }
+    }
+}
+
+/// Refuses a directory of `--allow` that does not exist.
+fn check_allowed(path: &Path) -> anyhow::Result<()> {
+    match path.exists() {
+        true => Ok(()),
+        false => Err(exit::unavailable(anyhow!(
             "--allow {}: there is no such directory; create it, or leave it out",
             path.display()
         ))),
@@ -227,7 +256,7 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     )?;
     config.add_attached()?;
     if is_first {
-        check_allowed(&config)?;
+        config.allow.iter().try_for_each(|path| check_allowed(path))?;
     }
     // The number of CPUs is read here, because the sandbox forbids the system call.
     config.pool.workers = config.pool.count();

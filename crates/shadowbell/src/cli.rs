@@ -1,6 +1,7 @@
 //! Command line: verbs and global options.
 
-use crate::{ctl, ls, manual, top, upgrade};
+use crate::examples::with_examples;
+use crate::{config, ctl, ls, manual, top, upgrade};
 use clap::error::ErrorKind;
 use clap::{FromArgMatches, Parser, Subcommand};
 use shadowbell_nvme_tools::{
@@ -45,7 +46,9 @@ enum Verb {
     Ls(ls::Args),
     Status(ctl::StatusArgs),
     Stop(ctl::StopArgs),
+    Explain(ctl::ExplainArgs),
     Ctl(ctl::Args),
+    Config(config::Args),
     Upgrade(upgrade::Args),
     Top(top::Args),
     Trace(trace::Args),
@@ -122,13 +125,14 @@ impl NvmeVerb {
 }
 
 /// Command line. The verbs of the group `nvme` are hidden outside of it, except `list`.
-fn command() -> clap::Command {
+pub(crate) fn command() -> clap::Command {
     let grouped = NvmeVerb::augment_subcommands(clap::Command::new("nvme"));
     let names = grouped.get_subcommands().map(|verb| verb.get_name().to_owned());
     let hidden = names.filter(|name| name != "list");
-    hidden.fold(<Cli as clap::CommandFactory>::command(), |command, name| {
+    let all = hidden.fold(<Cli as clap::CommandFactory>::command(), |command, name| {
         command.mut_subcommand(name, |verb| verb.hide(true))
-    })
+    });
+    with_examples(all)
 }
 
 impl Verb {
@@ -152,7 +156,9 @@ impl Verb {
             Self::Ls(args) => ls::run(&args),
             Self::Status(args) => ctl::status(&args),
             Self::Stop(args) => ctl::stop(&args),
+            Self::Explain(args) => ctl::explain_controller(&args),
             Self::Ctl(args) => ctl::run(&args),
+            Self::Config(args) => config::run(&args),
             Self::Upgrade(args) => upgrade::run(&args),
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),
@@ -173,6 +179,11 @@ struct ServeCli {
     logging: logging::Args,
     #[command(subcommand)]
     verb: ServeVerb,
+}
+
+/// Command line of the program `shadowbell-serve`, with examples.
+fn serve_command() -> clap::Command {
+    with_examples(<ServeCli as clap::CommandFactory>::command())
 }
 
 /// Verbs of the program `shadowbell-serve`.
@@ -220,7 +231,8 @@ pub fn serve_main() -> ExitCode {
     if let Some(status) = supervise(&arguments) {
         return status;
     }
-    let cli = match ServeCli::try_parse_from(arguments) {
+    let matches = serve_command().try_get_matches_from(arguments);
+    let cli = match matches.and_then(|matches| ServeCli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
@@ -294,6 +306,6 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         command().debug_assert();
-        <ServeCli as clap::CommandFactory>::command().debug_assert();
+        serve_command().debug_assert();
     }
 }

@@ -4,6 +4,7 @@ use crate::ctl_ana::{AnaArgs, ana};
 use crate::ctl_disk::{
     DiskVerb, Switch, canonical_id, disk, disk_path, disks, is_disk, limits_text,
 };
+use crate::ctl_explain::{explain, server_of};
 use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
@@ -95,6 +96,16 @@ enum Verb {
         /// Replace a file that this command did not write; its comments are lost
         #[arg(long)]
         force: bool,
+    },
+    /// Explain what the guest of a controller waits for, in three sentences with figures
+    ///
+    /// Shares of one second by cause: disk (the storage), limit (rate limits), queue full (the
+    /// guest takes no completions, or a quota is reached), processor (the I/O thread), memory (the
+    /// host swaps); or nothing, if the guest sends no commands. The command takes one second, and
+    /// costs the guest nothing.
+    Explain {
+        /// Controller: its id or socket [default: the only controller]
+        controller: Option<String>,
     },
     /// List the namespaces
     Namespaces,
@@ -341,6 +352,30 @@ pub(crate) fn status(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     run(&Args { server, output, what: Verb::Status })
 }
 
+/// Explain why a guest is slow or hangs, in three sentences with figures
+///
+/// The same as `shadowbell ctl explain`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ExplainArgs {
+    /// Controller: its id or socket [default: the only controller]
+    controller: Option<String>,
+    /// Server: its name, its process ID, its control socket, or the socket of a controller
+    /// [default: the server that has the controller]
+    #[arg(short, long, value_name = "SERVER")]
+    server: Option<String>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Runs `shadowbell explain`.
+///
+/// # Errors
+/// The server or the controller is not found.
+pub(crate) fn explain_controller(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
+    let ExplainArgs { controller, server, output } = args.clone();
+    run(&Args { server, output, what: Verb::Explain { controller } })
+}
+
 /// Stop a server, as SIGTERM does
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct StopArgs {
@@ -368,7 +403,11 @@ pub(crate) fn stop(args: &StopArgs) -> anyhow::Result<ExitCode> {
 /// # Errors
 /// The server is not found, or refuses the request.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let client = discovery::server(args.server.as_deref())?;
+    let server = args.server.as_deref();
+    let client = match &args.what {
+        Verb::Explain { controller } => server_of(server, controller.as_deref())?,
+        _ => discovery::server(server)?,
+    };
     let json = args.output.is_json();
     match &args.what {
         Verb::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
@@ -383,6 +422,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         Verb::Controller(change) => change_controllers(&client, change, json),
         Verb::Apply { file, dry_run, force } => apply(&client, file, *dry_run, *force, json),
+        Verb::Explain { controller } => explain(&client, controller.as_deref(), json),
         Verb::Namespaces => {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
@@ -424,7 +464,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// Request path of a controller. The path of an existing socket is made absolute, because the
 /// server identifies sockets by absolute paths.
-fn controller_path(id: &str) -> String {
+pub(crate) fn controller_path(id: &str) -> String {
     let socket = Path::new(id);
     let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
     let id = match is_socket {

@@ -224,6 +224,14 @@ pub(crate) fn disks(out: &mut dyn Write, all: &Vec<Disk>) -> io::Result<()> {
         ]);
     }
     write!(out, "{table}")?;
+    for disk in all.iter().filter(|disk| disk.deleted) {
+        writeln!(
+            out,
+            "{}: its file {} was deleted, and the data is lost when the disk is closed: copy it \
+             before that",
+            disk.id, disk.source
+        )?;
+    }
     for disk in all {
         let Some(reason) = &disk.stopped else { continue };
         let held = match disk.held {

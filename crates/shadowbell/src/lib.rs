@@ -14,6 +14,8 @@
 //! |---|---|
 //! | `upgrade` | restart a running `serve` for an upgrade |
 //! | `ctl`, `ctl_*` | query and change a running `serve` |
+//! | `config` | check a configuration file |
+//! | `examples` | examples of each command, for its help |
 //! | `grant` | access to images for a sandboxed server, for `ctl` |
 //! | `ls` | list running servers and their objects |
 //! | `top` | show live statistics of running servers |
@@ -21,12 +23,15 @@
 #![forbid(unsafe_code)]
 
 mod cli;
+mod config;
 mod ctl;
 mod ctl_ana;
 mod ctl_disk;
+mod ctl_explain;
 mod ctl_export;
 mod ctl_plan;
 mod ctl_trace;
+mod examples;
 mod grant;
 mod ls;
 mod manual;

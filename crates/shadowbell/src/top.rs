@@ -25,16 +25,18 @@ const SNAPSHOT: &str = "/v1/snapshot";
 
 /// Show live statistics of the controllers and exports of running servers
 ///
-/// Each controller has a line: its state (busy; idle; stalled: storage does not answer; waiting:
-/// not served yet after a restart of the server process; parked: so quiet that the I/O threads no
-/// longer poll it; off: no I/O queues), its I/O threads (workers) and I/O queues, commands and
-/// bytes per second, doorbell writes per command, the share of new doorbell values that needed no
-/// doorbell write, interrupts per command, and failed commands.
-/// While latency is measured (`shadowbell ctl measure on`, `serve --measure`), each namespace has a
-/// line, and the median and 99th percentile of the latency are shown. Each export has a line with
-/// its requests to the disk; its queues are the open queues of the disk, one for each NBD client or
-/// virtio queue. On a terminal, the display is updated in place: `q` quits, the arrow keys scroll,
-/// `d` shows the doorbells. Otherwise, lines are appended.
+/// Each controller has a line: its id; its state (busy; idle; stalled: storage does not answer;
+/// waiting: not served yet after a restart of the server process; parked: so quiet that the I/O
+/// threads no longer poll it; off: no I/O queues); the cause for which its commands waited most,
+/// with its share of the interval (disk: the storage; limit: rate limits; queue: a full queue or a
+/// quota; CPU: the I/O thread; mem: guest memory; `shadowbell explain` tells more); its I/O threads
+/// (workers) and I/O queues, commands and bytes per second, doorbell writes per command, the share
+/// of new doorbell values that needed no doorbell write, interrupts per command, and failed
+/// commands. While latency is measured (`shadowbell ctl measure on`, `serve --measure`), each
+/// namespace has a line, and the median and 99th percentile of the latency are shown. Each export
+/// has a line with its requests to the disk; its queues are the open queues of the disk, one for
+/// each NBD client or virtio queue. On a terminal, the display is updated in place: `q` quits, the
+/// arrow keys scroll, `d` shows doorbells and errors. Otherwise, lines are appended.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// Server: its name, its process ID, its control socket, or the socket of a controller

@@ -43,12 +43,18 @@ pub(crate) struct Recovery<'a, 'b> {
 /// Kind of disk. Its functions get specifications without the options of layers (metadata, error
 /// policy, limits).
 pub(crate) struct DiskKind {
+    /// Short name, for the reference.
+    pub(crate) name: &'static str,
+    /// Forms of the specification, for the reference.
+    pub(crate) forms: &'static [&'static str],
+    /// Description, for the reference.
+    pub(crate) text: &'static str,
     /// Schemes of the specifications. Bare paths have the first scheme of the table `KINDS`.
-    schemes: &'static [&'static str],
+    pub(crate) schemes: &'static [&'static str],
     /// Image format whose files are disks of this kind, whatever the scheme.
     format: Option<ImageFormat>,
     /// Names of the options, without those of layers.
-    options: &'static [&'static str],
+    pub(crate) options: &'static [&'static str],
     /// Validation without access to the disk.
     parse: fn(&str) -> Result<(), DiskSpecError>,
     pub(crate) open: fn(&str, Lifetime) -> Opened,
@@ -65,6 +71,10 @@ pub(crate) struct DiskKind {
 
 /// Files, block devices and NVMe character devices.
 static FILE: DiskKind = DiskKind {
+    name: "file",
+    forms: &["PATH", "file:PATH"],
+    text: "Raw image, block device (/dev/sdb), or NVMe character device (/dev/ng0n1). With `file:`, \
+           a name may begin like another kind, and `%3F` stands for a question mark.",
     schemes: &["file"],
     format: None,
     options: &FILE_OPTIONS,
@@ -78,11 +88,30 @@ static FILE: DiskKind = DiskKind {
 };
 
 /// All kinds.
-static KINDS: [&DiskKind; 7] = [
+pub(crate) static KINDS: [&DiskKind; 7] = [
     &FILE,
-    &DiskKind { schemes: &["mem"], options: &MEMORY_OPTIONS, open: open_simple, ..FILE },
-    &DiskKind { schemes: &["null"], options: &NULL_OPTIONS, open: open_simple, ..FILE },
     &DiskKind {
+        name: "mem",
+        forms: &["mem:SIZE"],
+        text: "Memory, which is lost when the server ends.",
+        schemes: &["mem"],
+        options: &MEMORY_OPTIONS,
+        open: open_simple,
+        ..FILE
+    },
+    &DiskKind {
+        name: "null",
+        forms: &["null:SIZE"],
+        text: "No data, for measurements: writes are discarded.",
+        schemes: &["null"],
+        options: &NULL_OPTIONS,
+        open: open_simple,
+        ..FILE
+    },
+    &DiskKind {
+        name: "qcow2",
+        forms: &["PATH"],
+        text: "qcow2 image, recognised by its first bytes.",
         schemes: &[],
         format: Some(ImageFormat::Qcow2),
         open: |spec, _| {
@@ -100,6 +129,14 @@ static KINDS: [&DiskKind; 7] = [
         ..FILE
     },
     &DiskKind {
+        name: "nbd",
+        forms: &[
+            "nbd://HOST[:PORT]/EXPORT",
+            "nbd+unix:///EXPORT?socket=PATH",
+            "nbds://HOST[:PORT]/EXPORT",
+            "nbds+unix:///EXPORT?socket=PATH",
+        ],
+        text: "Export of an NBD server, by TCP or a Unix socket; `nbds` is with TLS.",
         schemes: &NbdSpec::SCHEMES,
         format: None,
         options: &NbdSpec::OPTIONS,
@@ -116,6 +153,9 @@ static KINDS: [&DiskKind; 7] = [
         may_block: false,
     },
     &DiskKind {
+        name: "rbd",
+        forms: &["rbd:POOL/IMAGE[@SNAPSHOT]"],
+        text: "Image of a Ceph cluster, by librbd.",
         schemes: &["rbd"],
         format: None,
         options: &RbdSpec::OPTIONS,
@@ -138,6 +178,10 @@ static KINDS: [&DiskKind; 7] = [
         may_block: false,
     },
     &DiskKind {
+        name: "nvme",
+        forms: &["nvme://ADDRESS/NSID", "vfio-user:SOCKET/NSID"],
+        text: "Namespace of another NVMe controller: a PCI function, by VFIO (`shadowbell bind` takes \
+               it from the kernel), or a controller behind a vfio-user socket.",
         schemes: &["nvme", "vfio-user"],
         format: None,
         options: &nvme_disk::OPTIONS,

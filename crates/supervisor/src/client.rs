@@ -113,8 +113,8 @@ impl SupervisorClient {
                  `shadowbell serve` and without `--no-supervisor`"
             }
             (_, false) => {
-                "start it with `shadowbell serve` and without `--no-supervisor`, or ask as its own user \
-                 or as root"
+                "supervisors of other users cannot be asked, so ask as root or as the server's own \
+                 user; without one, start it with `shadowbell serve` and without `--no-supervisor`"
             }
         };
         Err(not_found(anyhow!("{}: no server with a supervisor found; {hint}", server.display())))

@@ -1,6 +1,7 @@
 //! Command line of the supervisor.
 
 use crate::protocol;
+use shadowbell_config::parse;
 use std::ffi::{OsStr, OsString};
 use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
@@ -43,8 +44,8 @@ pub(super) fn config_file(arguments: &[OsString]) -> Option<PathBuf> {
 /// Time limit within which the service ends after a signal: [`STOP_TIMEOUT`] on the command line,
 /// or its default.
 pub(super) fn stop_timeout(arguments: &[OsString]) -> Duration {
-    let seconds = value_of(arguments, STOP_TIMEOUT).and_then(|text| text.to_str()?.parse().ok());
-    Duration::from_secs(seconds.unwrap_or(DEFAULT_STOP_TIMEOUT))
+    let time = value_of(arguments, STOP_TIMEOUT).and_then(|text| parse::time(text.to_str()?).ok());
+    time.unwrap_or(Duration::from_secs(DEFAULT_STOP_TIMEOUT))
 }
 
 /// Value of an option of the command line.
@@ -101,6 +102,7 @@ mod tests {
         assert_eq!(seconds("shadowbell serve mem:1MiB --socket a"), DEFAULT_STOP_TIMEOUT);
         assert_eq!(seconds("shadowbell serve --stop-timeout 7 mem:1MiB"), 7);
         assert_eq!(seconds("shadowbell serve --stop-timeout=8 mem:1MiB"), 8);
+        assert_eq!(seconds("shadowbell serve --stop-timeout 2m mem:1MiB"), 120);
     }
 
     #[test]

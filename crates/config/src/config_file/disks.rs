@@ -6,25 +6,32 @@ use serde::{Deserialize, Serialize};
 use shadowbell_disk::{MetadataFormat, ZoneFormat};
 use shadowbell_disk_layers::{ErrorPolicy, Limits};
 use std::collections::BTreeMap;
+use utoipa::ToSchema;
 
 /// Table `[[disk]]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct NamedDiskTable {
+    /// Id of the disk, for controllers, exports and `shadowbell ctl`.
     pub(super) id: String,
-    /// Path or URI, with or without options.
+    /// File, device or URI, with or without options, as in shadowbell-disks(7).
     pub(super) source: String,
-    /// Options of the disk's kind.
+    /// Options of the disk's kind by name: `{ direct = true }`. Default: none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = Object)]
     options: BTreeMap<String, OptionValue>,
-    /// Options of the layers around the disk: metadata or zones.
+    /// Options of metadata or zones by name: `{ metadata = 8, pi = 1 }`. Default: none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = Object)]
     layers: BTreeMap<String, OptionValue>,
-    /// Policy for requests that fail because of the storage.
+    /// Policy for requests that fail because the storage is full or fails: `"report"`, `"stop"` or
+    /// `"stop-on-full"`. Default: `"report"`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
     on_error: Option<ErrorPolicy>,
-    /// Rate limits by name; the key `group` has the limit group.
+    /// Rate limits by name, and the limit group: `{ iops = 5000, group = "db" }`. Default: none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = Object)]
     limits: BTreeMap<String, OptionValue>,
 }
 
@@ -58,8 +65,8 @@ impl NamedDiskTable {
     /// Specification of the disk: source, options, layers, error policy and limits.
     ///
     /// # Errors
-    /// A sentence about an unknown limit or layer, or an option with `&`.
-    pub(super) fn spec(&self) -> Result<String, String> {
+    /// Key of the table, and a sentence about an unknown limit or layer, or an option with `&`.
+    pub(super) fn spec(&self) -> Result<String, (&'static str, String)> {
         let mut options = Vec::new();
         for (name, value) in &self.options {
             options.push(format!("{name}={}", value.text()));
@@ -67,10 +74,11 @@ impl NamedDiskTable {
         let of_layers = [&MetadataFormat::OPTIONS[..], &ZoneFormat::OPTIONS[..]].concat();
         for (name, value) in &self.layers {
             if !of_layers.contains(&&name[..]) {
-                return Err(format!(
-                    "no layer of a disk has the option `{name}`; the options of `layers` are {}",
-                    of_layers.join(", ")
-                ));
+                let all = of_layers.join(", ");
+                let why = format!(
+                    "no layer of a disk has the option `{name}`; the options of `layers` are {all}"
+                );
+                return Err(("layers", why));
             }
             options.push(format!("{name}={}", value.text()));
         }
@@ -81,16 +89,16 @@ impl NamedDiskTable {
                 "group" => GROUP,
                 name if Limits::NAMES.contains(&name) => name,
                 name => {
-                    return Err(format!(
-                        "a disk has no limit `{name}`; its limits are {}, group",
-                        Limits::NAMES.join(", ")
-                    ));
+                    let all = Limits::NAMES.join(", ");
+                    let why = format!("a disk has no limit `{name}`; its limits are {all}, group");
+                    return Err(("limits", why));
                 }
             };
             options.push(format!("{name}={}", value.text()));
         }
         if let Some(option) = options.iter().find(|option| option.contains(['&', '?'])) {
-            return Err(format!("the option `{option}` has a `&` or `?`, which separates options"));
+            let why = format!("the option `{option}` has a `&` or `?`, which separates options");
+            return Err(("options", why));
         }
         Ok(match (options.is_empty(), self.source.contains('?')) {
             (true, _) => self.source.clone(),
@@ -131,13 +139,13 @@ mod tests {
         let head = "[[disk]]\nid = \"d\"\nsource = \"/d\"\n";
         let tail = "[[controller]]\nsocket = \"/s\"\ndisks = [\"d\"]\n";
         for (more, line, words) in [
-            ("limits = { speed = 1 }\n", 1, "no limit `speed`; its limits are iops"),
-            ("layers = { direct = true }\n", 1, "are metadata, "),
-            ("options = { x = \"a&b\" }\n", 1, "has a `&`"),
-            ("limits = { group = \"no\" }\n", 1, "no `[[limit-group]]` `no`"),
+            ("limits = { speed = 1 }\n", 4, "no limit `speed`; its limits are iops"),
+            ("layers = { direct = true }\n", 4, "are metadata, "),
+            ("options = { x = \"a&b\" }\n", 4, "has a `&`"),
+            ("limits = { group = \"no\" }\n", 4, "no `[[limit-group]]` `no`"),
             ("on-error = \"halt\"\n", 4, "unknown variant `halt`"),
-            ("[[disk]]\nid = \"d\"\nsource = \"/e\"\n", 4, "the id `d` is that of another disk"),
-            ("[[disk]]\nid = \"a/b\"\nsource = \"/e\"\n", 4, "`a/b` is no id"),
+            ("[[disk]]\nid = \"d\"\nsource = \"/e\"\n", 5, "the id `d` is that of another disk"),
+            ("[[disk]]\nid = \"a/b\"\nsource = \"/e\"\n", 5, "`a/b` is no id"),
             (
                 "[[controller]]\nsocket = \"/t\"\ndisks = [\"d\"]\n",
                 8,

@@ -8,14 +8,21 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use toml::Spanned;
+use utoipa::ToSchema;
 
 /// Table `[[subsystem]]`.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct SubsystemTable {
+    /// Name of the subsystem, for the key `subsystem` of controllers.
     pub(super) name: String,
+    /// File that stores the reservations and ANA states.
+    #[schema(value_type = String)]
     pub(super) state: PathBuf,
+    /// Serial number of the subsystem. Default: derived from the path of `state`.
     pub(super) serial: Option<String>,
+    /// Namespace identifiers of each ANA group, from group 1 on: `[[1, 2], [3]]`. Default: one
+    /// group.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) ana_groups: Vec<Vec<u32>>,
 }
@@ -45,27 +52,28 @@ struct Known {
 pub(super) struct Subsystems(BTreeMap<String, Known>);
 
 impl Subsystems {
-    /// Collects the subsystems of these tables. Calls `refuse` for each error.
+    /// Collects the subsystems of these tables. Calls `refuse` for each
+    /// error, with the key.
     pub(super) fn new(
         tables: Vec<Spanned<SubsystemTable>>,
-        mut refuse: impl FnMut(&Spanned<SubsystemTable>, String),
+        mut refuse: impl FnMut(&Spanned<SubsystemTable>, &str, String),
     ) -> Self {
         let mut all = BTreeMap::<String, Known>::new();
         for table in tables {
             let SubsystemTable { name, state, .. } = table.get_ref();
             if limits::check_name(name).is_err() {
                 let why = format!("`{name}` is no name: it has 1 to 64 letters, digits, `-_.`");
-                refuse(&table, why);
+                refuse(&table, "name", why);
             }
             if state.as_os_str().is_empty() {
-                refuse(&table, "the path of `state` is empty".to_owned());
+                refuse(&table, "state", "the path of `state` is empty".to_owned());
             }
             if all.contains_key(name) {
-                refuse(&table, format!("the subsystem `{name}` is defined twice"));
+                refuse(&table, "name", format!("the subsystem `{name}` is defined twice"));
             }
             if all.values().any(|other| other.table.state == *state) {
                 let why = format!("the file {} is that of another subsystem, too", state.display());
-                refuse(&table, why);
+                refuse(&table, "state", why);
             }
             let table = table.into_inner();
             let known = Known { table, count: 0, disks: None };

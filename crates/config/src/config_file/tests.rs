@@ -114,7 +114,7 @@ fn an_error_is_reported_with_its_line() {
         (&format!("poll = \"never\"\npoll-max-us = 5\n{ok}"), "vms.toml:2: a maximum polling time"),
         (
             &format!("[[limit-group]]\nname = \"a\"\n[[limit-group]]\nname = \"a\"\n{ok}"),
-            "vms.toml:3: the limit group `a` is defined twice",
+            "vms.toml:4: the limit group `a` is defined twice",
         ),
         (
             &ok.replace("1MiB", "1MiB?limit-group=b"),
@@ -125,11 +125,11 @@ fn an_error_is_reported_with_its_line() {
                 "{ok}[[export]]\nid = \"e\"\ndisk = \"/run/a/1\"\nnbd = \"unix:/e\"\n\
                  read-only = true\nowner = [0, 0]"
             ),
-            "vms.toml:4: `mounted` and `owner` are no keys",
+            "vms.toml:9: `mounted` and `owner` are no keys",
         ),
         (
             &format!("{ok}[[export]]\nid = \"e\"\ndisk = \"/run/a/1\"\nnbd = \"unix:/e\"\n"),
-            "vms.toml:4: the disk `/run/a/1` is written by namespace 1 of /run/a: give one",
+            "vms.toml:6: the disk `/run/a/1` is written by namespace 1 of /run/a: give one",
         ),
         (&format!("pin = [1000000]\n{ok}"), "vms.toml:1: this process has no processor"),
         (
@@ -347,18 +347,18 @@ fn controllers_of_a_subsystem_get_cntlids_in_order() {
         ("subsystem = \"pair\"", "subsystem = \"par\"", "x:10: there is no `[[subsystem]]` `par`"),
         (last, "socket = \"/run/b\"\n        disks = [\"/srv/b.img\"]", "the same `disks`"),
         (last, &format!("{last}\n        serial = \"B\""), "the serial number of the subsystem"),
-        ("name = \"pair\"", "name = \"a pair\"", "x:2: `a pair` is no name"),
-        ("state = \"/srv/pair\"", "state = \"\"", "x:2: the path of `state` is empty"),
+        ("name = \"pair\"", "name = \"a pair\"", "x:3: `a pair` is no name"),
+        ("state = \"/srv/pair\"", "state = \"\"", "x:4: the path of `state` is empty"),
         ("state = \"/srv/pair\"", "stat = \"/srv/pair\"", "unknown field `stat`"),
         (
             "[[controller]]",
             "[[subsystem]]\nname = \"pair\"\nstate = \"/srv/other\"\n[[controller]]",
-            "x:7: the subsystem `pair` is defined twice",
+            "x:8: the subsystem `pair` is defined twice",
         ),
         (
             "[[controller]]",
             "[[subsystem]]\nname = \"other\"\nstate = \"/srv/pair\"\n[[controller]]",
-            "x:7: the file /srv/pair is that of another subsystem, too",
+            "x:9: the file /srv/pair is that of another subsystem, too",
         ),
     ] {
         let why = refused(from, to);

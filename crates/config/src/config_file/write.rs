@@ -109,7 +109,7 @@ pub fn write(
         socket_group: access.group.clone().map(at),
         metrics: *metrics,
         metrics_hosts: metrics_hosts.clone(),
-        trace: trace.as_ref().map(|(path, _)| absolute(path)),
+        trace: trace.as_ref().map(|(path, _)| at(absolute(path))),
         trace_records: trace.as_ref().map(|(_, records)| at(*records)),
         measure: *measure,
         workers: u16::try_from(pool.workers).ok().filter(|count| *count != 0).map(at),
@@ -128,7 +128,7 @@ pub fn write(
             .map(|export| at(export.with_absolute_paths()))
             .collect(),
         paths: (!allow.is_empty())
-            .then(|| PathsTable { allow: allow.iter().map(|path| absolute(path)).collect() }),
+            .then(|| PathsTable { allow: allow.iter().map(|path| at(absolute(path))).collect() }),
     };
     // Serialization cannot fail, because the file contains only numbers and texts.
     toml::to_string(&file).unwrap_or_default()

@@ -13,6 +13,7 @@ use crate::interrupt::{HoldLimit, IrqLine};
 use crate::journal::JournalPart;
 use crate::namespace::Namespaces;
 use crate::notice::{Latch, Notice};
+use crate::outstanding::Outstanding;
 use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
 use crate::shared::{ControllerShared, DSTRD};
 use crate::trace::COMPLETION_QUEUE;
@@ -271,6 +272,25 @@ impl ControllerQueues {
                 tracing::warn!(nsid, "{disk}: {pending} requests have not been answered");
             }
         }
+    }
+
+    /// Outstanding commands on this thread.
+    pub(crate) fn outstanding(&self) -> Outstanding {
+        let QueueSet { engine, sqs, .. } = &self.set;
+        let mut sum = Outstanding { controller: self.id(), ..Outstanding::default() };
+        for sq in sqs.iter().flatten().filter(|sq| !sq.stopped) {
+            let queued = sq.layout.size.distance(sq.head, sq.tail.peek());
+            sum.queued += queued;
+            if sq.blocked || engine.is_full() {
+                sum.held_back += queued;
+            }
+            sum.in_flight += sq.in_flight;
+            sum.capacity += sq.layout.size.entries() - 1;
+        }
+        let requests = (1..).zip(self.namespaces());
+        let requests = requests.map(|(nsid, queue)| (nsid, queue.pending() as u64));
+        sum.requests = requests.filter(|(_, count)| *count != 0).collect();
+        sum
     }
 
     /// Number of requests that have ended so far.

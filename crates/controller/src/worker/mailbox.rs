@@ -19,6 +19,7 @@ use crate::admin::self_test::Piece;
 use crate::exec::Quota;
 use crate::namespace::Namespaces;
 use crate::notice::{ControlHandle, Latch, LivenessCheck};
+use crate::outstanding::SampleRequest;
 use crate::queue::QueueLayout;
 use crate::shared::ControllerShared;
 use crate::stats::SleepCounters;
@@ -209,6 +210,8 @@ pub(crate) enum Message {
     Measure(bool),
     /// Liveness check. The thread only has to drop the message.
     LivenessCheck(LivenessCheck),
+    /// Request for the outstanding commands of all controllers.
+    Sample(SampleRequest),
     Stop,
 }
 
@@ -242,7 +245,11 @@ impl Message {
             | Self::CancelMove { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::MoveIn(relocated) => Some(relocated.id()),
-            Self::Trace(_) | Self::Measure(_) | Self::LivenessCheck(_) | Self::Stop => None,
+            Self::Trace(_)
+            | Self::Measure(_)
+            | Self::LivenessCheck(_)
+            | Self::Sample(_)
+            | Self::Stop => None,
         }
     }
 }

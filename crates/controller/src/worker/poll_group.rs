@@ -28,6 +28,7 @@ use super::mailbox::Unread;
 use super::observer::Observer;
 use super::queue_set::SleepCell;
 use super::scheduling::{self, Share, SlowTurns};
+use crate::outstanding::Outstanding;
 use rustix::event::epoll;
 use shadowbell_doorbell::Sleeper;
 use std::collections::{HashMap, VecDeque};
@@ -214,6 +215,11 @@ impl PollGroup {
     pub(super) fn log_pending(&self, id: u32) {
         let all = self.active.iter().chain(&self.dormant).map(|entry| &entry.queues);
         all.filter(|queues| queues.id() == id).for_each(ControllerQueues::log_pending);
+    }
+
+    /// Outstanding commands of all controllers, except parked ones, which have none.
+    pub(super) fn outstanding(&self) -> impl Iterator<Item = Outstanding> {
+        self.active.iter().chain(&self.dormant).map(|entry| entry.queues.outstanding())
     }
 
     /// Starts a trace.

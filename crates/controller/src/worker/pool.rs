@@ -7,6 +7,7 @@ use super::worker::{MAPPED_POLL, Worker};
 use crate::control_thread::ControlThread;
 use crate::interrupt::HoldLimit;
 use crate::notice::LivenessCheck;
+use crate::outstanding::{SampleRequest, ThreadSample};
 use crate::shared::ControllerShared;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceFile, TraceRing};
@@ -16,6 +17,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -286,6 +288,24 @@ impl Pool {
             handle.mailbox.send(Message::LivenessCheck(check.clone()));
         });
         self.0.control.check_liveness(check);
+    }
+
+    /// Requests a sample of each running I/O thread for which `is_wanted` returns true, and returns
+    /// the numbers of these threads. They answer through the channel; a blocked thread answers
+    /// later. In a [driven](Self::driven) pool, [`Turns::turn`] answers.
+    pub fn sample(
+        &self,
+        is_wanted: impl Fn(usize) -> bool,
+        answer: &Sender<ThreadSample>,
+    ) -> Vec<usize> {
+        let handles = self.0.handles.iter().enumerate();
+        let running = handles.filter_map(|(worker, place)| Some((worker, place.get()?)));
+        let wanted = running.filter(|(worker, _)| is_wanted(*worker));
+        let asked = wanted.map(|(worker, handle)| {
+            handle.mailbox.send(Message::Sample(SampleRequest::new(answer)));
+            worker
+        });
+        asked.collect()
     }
 
     /// Records a trace event of the control plane.

@@ -380,6 +380,9 @@ impl Worker {
                 self.poll_group.begin_trace();
             }
             Message::LivenessCheck(visit) => drop(visit),
+            Message::Sample(request) => {
+                request.answer(self.index, self.poll_group.outstanding().collect());
+            }
             Message::Stop => {}
         }
     }

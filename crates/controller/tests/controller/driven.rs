@@ -59,6 +59,36 @@ fn commands_are_executed_only_in_turns() {
     assert!(!turns.turn());
 }
 
+/// A sample has the commands of each place: not fetched, and in flight at the disk.
+#[test]
+fn a_sample_shows_where_commands_are() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let controller =
+        Controller::new(config(&["null:1GiB"]), pool.clone(), Carrier::default()).unwrap();
+    let number = controller.number();
+    let (mut host, mut queue) = attached(controller, &mut turns, 8);
+    let buffer = host.alloc(4096);
+    let (answer, answers) = std::sync::mpsc::channel();
+    let sample = |turns: &mut Turns| {
+        assert_eq!(pool.sample(|worker| worker == 0, &answer), [0]);
+        assert!(answers.try_recv().is_err(), "no turn was taken");
+        assert!(turns.turn());
+        let sample = answers.try_recv().unwrap();
+        assert!(sample.worker == 0 && sample.answered >= sample.requested);
+        sample.controllers
+    };
+    let idle = sample(&mut turns);
+    assert_eq!((idle[0].controller, idle[0].queued, idle[0].in_flight), (number, 0, 0));
+    assert_eq!((idle[0].capacity, &idle[0].requests[..]), (7, &[][..]));
+    // The message is handled before the commands are fetched.
+    (0..3).for_each(|cid| host.submit(&mut queue, &Sqe::read(1, 0, 7, cid).with_prps(buffer, 0)));
+    let busy = sample(&mut turns);
+    assert_eq!((busy[0].queued, busy[0].held_back, busy[0].in_flight), (3, 0, 0));
+    assert_eq!(sample(&mut turns)[0].queued, 0);
+    // No thread is wanted, so none is asked.
+    assert!(pool.sample(|_| false, &answer).is_empty());
+}
+
 /// A liveness check completes in the next turn of the I/O thread, and not before.
 #[test]
 fn a_liveness_check_ends_at_the_io_threads_next_turn() {

@@ -1,5 +1,6 @@
 //! File-backed disk.
 
+use super::image;
 use super::open::open;
 use super::options::FileOptions;
 use super::queue::FileQueue;
@@ -15,6 +16,7 @@ use shadowbell_disk::{
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_state::Descriptors;
 use std::io;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -100,6 +102,10 @@ impl Disk for FileDisk {
 
     fn has_lost_writes(&self) -> bool {
         self.shared.unsynced().is_some()
+    }
+
+    fn is_deleted(&self) -> bool {
+        self.shared.regular && image::is_deleted(self.shared.file.as_fd())
     }
 
     fn is_full(&self) -> bool {

@@ -22,6 +22,13 @@ use std::time::{Duration, Instant};
 /// lock of the killed process is held until the kernel has closed its io_uring.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// True if a file has no name any more. The attributes are those that the kernel has cached, so
+/// that hung storage does not block the call.
+pub(super) fn is_deleted(file: BorrowedFd<'_>) -> bool {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    rustix::fs::statx(file, "", flags, StatxFlags::NLINK).is_ok_and(|about| about.stx_nlink == 0)
+}
+
 /// Regular file or block device that is opened as an image and locked: a writable image against all
 /// other users, a read-only one against writers. Disks of other formats use it as their storage.
 ///
@@ -163,6 +170,12 @@ impl ImageFile {
     #[must_use]
     pub fn file(&self) -> &File {
         &self.file
+    }
+
+    /// True if the file was deleted, so that it exists only as long as it is open.
+    #[must_use]
+    pub fn is_deleted(&self) -> bool {
+        self.metadata.is_file() && is_deleted(self.file.as_fd())
     }
 
     pub(super) fn shared(&self) -> Arc<File> {

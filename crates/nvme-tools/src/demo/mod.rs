@@ -21,6 +21,7 @@ use anyhow::bail;
 use cpu_split::CpuSplit;
 use indicatif::ProgressBar;
 use server::Server;
+use shadowbell_config::parse;
 use shadowbell_config::target::Target;
 use shadowbell_driver::Doorbells;
 use shadowbell_process::output::Output;
@@ -43,13 +44,20 @@ use std::time::Duration;
 pub struct Args {
     #[command(flatten)]
     pub(crate) output: Output,
-    /// Duration of each of the twelve measurements, in milliseconds
-    #[arg(long, default_value_t = 1500, value_name = "MS")]
-    #[arg(value_parser = clap::value_parser!(u32).range(10..=60_000))]
-    pub runtime: u32,
+    /// Duration of each of the twelve measurements, 10ms to 60s
+    #[arg(long, default_value = "1500ms", value_name = "TIME", value_parser = runtime)]
+    pub runtime: Duration,
     /// Write an HTML report with diagrams of each measurement over time
     #[arg(long, value_name = "OUT.html")]
     pub report: Option<PathBuf>,
+}
+
+fn runtime(text: &str) -> Result<Duration, String> {
+    let time = parse::time(text)?;
+    let is_fine = (Duration::from_millis(10)..=Duration::from_secs(60)).contains(&time);
+    is_fine
+        .then_some(time)
+        .ok_or_else(|| "it is 10ms to 60s; a number without a unit counts seconds".to_owned())
 }
 
 /// Disks of the server: namespace 1 is in memory, namespace 2 is a null disk.
@@ -84,7 +92,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut demo = Demo {
         server: cpus.for_server(|| Server::start(&DISKS, &[]))?,
         cpus,
-        runtime: Duration::from_millis(args.runtime.into()),
+        runtime: args.runtime,
         records_timeline: args.report.is_some(),
         stop,
     };

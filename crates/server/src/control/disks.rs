@@ -33,6 +33,7 @@ fn describe(state: &ServerState, disk: &ListedDisk) -> Disk {
         stalled_writes: disk.open.disk.orphans() as u64,
         in_flight: in_flight.as_ref().map_or(0, |now| now.requests),
         oldest_ms: in_flight.as_ref().map_or(0, |now| now.since.elapsed().as_millis() as u64),
+        deleted: disk.open.disk.is_deleted(),
         stalled: in_flight.as_ref().is_some_and(|now| now.stalled),
         stopped: stopped.map(|stopped| stopped.reason.to_string()),
         held: stopped.map_or(0, |stopped| stopped.held),

@@ -6,6 +6,7 @@
 use super::ana;
 use super::controllers;
 use super::disks;
+use super::explain;
 use super::exports;
 use super::identify;
 use super::latency;
@@ -127,6 +128,7 @@ routes! {
     controllers::remove_controller: |r| {
         removed(controllers::remove_controller(r.state, r.id(), r.is_forced())?)
     };
+    explain::explain: |r| ok(explain::explain(r.state, r.id())?);
     namespaces::attach_namespace: |r| {
         created(namespaces::attach_namespace(r.state, r.id(), r.parameters.number("nsid")?, &r.body()?)?)
     };

@@ -10,6 +10,7 @@
 //! | `state` | the part of the server that requests see |
 //! | `handlers` | request handlers and the OpenAPI document |
 //! | `trace` | handlers for the doorbell trace |
+//! | `explain` | causes for which commands wait |
 //! | `metrics` | counters for Prometheus |
 //! | `seats` | limit of connections, and eviction of idle ones |
 //! | `socket_io` | socket I/O with few system calls |
@@ -26,6 +27,7 @@
 mod ana;
 mod controllers;
 mod disks;
+mod explain;
 mod exports;
 mod handlers;
 mod http;

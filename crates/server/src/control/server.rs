@@ -130,13 +130,17 @@ pub(super) fn snapshot(state: &ServerState) -> Snapshot {
         found.flat_map(|disk| &disk.namespaces).map(|user| &user.controller[..]).collect()
     };
     let (stalled, stopped) = (users(|disk| disk.stalled), users(|disk| disk.stopped.is_some()));
+    let mut waits = state.waits.read(&state.changes);
     let rows = rows.iter().map(|served| Row {
+        id: served.id.clone(),
         stalled: stalled.contains(&served.id[..]),
         stopped: stopped.contains(&served.id[..]),
+        waits: waits.remove(&served.controller.number()).unwrap_or_default().waits,
         ..Row::of(&served.name, &served.controller)
     });
     let waiting = state.controllers.waiting();
     let waiting = waiting.iter().map(|one| Row {
+        id: one.requested.id(),
         socket: one.requested.socket.display().to_string(),
         waiting: true,
         ..Row::default()

@@ -4,6 +4,7 @@ use crate::open_disk::id_of;
 use crate::reconfigure::Changes;
 use crate::registry::{Registry, ServedController};
 use crate::tracer::Tracer;
+use crate::wait_sampler::WaitSampler;
 use crate::worker_link::UpgradeRequester;
 use parking_lot::Mutex;
 use shadowbell_config::config_file::write::Settings;
@@ -31,6 +32,8 @@ pub(crate) struct ServerState {
     /// Reason why the last upgrade failed, if it did.
     pub(crate) upgrade_error: Arc<Mutex<Option<String>>>,
     pub(crate) tracer: Arc<Tracer>,
+    /// Sampler of what commands wait for.
+    pub(crate) waits: WaitSampler,
     /// Requester that asks the supervisor for an upgrade, which a sandboxed process cannot begin
     /// itself. `None` without a sandbox.
     pub(crate) upgrade_requester: Option<UpgradeRequester>,

@@ -2,14 +2,16 @@
 
 use serde_json::json;
 use shadowbell_control_api::api::Export;
+use shadowbell_control_api::explain::Shares;
 use shadowbell_control_api::live_stats::{NamespaceRow, Row, Snapshot};
 use shadowbell_controller::latency_stats::Distribution;
 use shadowbell_process::units::{bandwidth, count, nanoseconds, per_io};
 
 /// Headings of [`Rates::lines`].
-pub(super) const HEADINGS: [&str; 13] = [
+pub(super) const HEADINGS: [&str; 14] = [
     "Controller",
     "State",
+    "Waits for",
     "Workers",
     "Queues",
     "IOPS",
@@ -44,10 +46,14 @@ pub(super) fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
 /// Rates of a controller or an export over an interval.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Rates {
+    /// Id of the controller or export.
+    pub(super) id: String,
     pub(super) socket: String,
     /// Id of the disk of an export; `None` for a controller.
     pub(super) exported: Option<String>,
     pub(super) state: &'static str,
+    /// Shares of the interval by the cause for which commands waited.
+    pub(super) waits: Shares,
     pub(super) workers: Vec<usize>,
     pub(super) queues: usize,
     pub(super) iops: f64,
@@ -101,8 +107,10 @@ impl Rates {
         });
         let namespaces = namespaces.collect();
         Self {
+            id: if now.id.is_empty() { &now.socket } else { &now.id }.clone(),
             socket: now.socket.clone(),
             exported: None,
+            waits: Shares::between(&before.waits, &now.waits),
             state: match now {
                 Row { stopped: true, .. } => "stopped",
                 Row { waiting: true, .. } => "waiting",
@@ -146,17 +154,24 @@ impl Rates {
     /// First column of the line: name of the controller or export.
     pub(super) fn title(&self) -> String {
         match self.exported {
-            Some(_) => format!("export {}", self.socket),
-            None => self.socket.clone(),
+            Some(_) => format!("export {}", self.id),
+            None => self.id.clone(),
         }
     }
 
+    /// Main cause for which commands waited, and its share of the interval: `disk 97%`.
+    pub(super) fn waits_for(&self) -> String {
+        let main = self.waits.main_cause();
+        or_none(main.map(|(cause, share)| format!("{} {:.0}%", cause.short_name(), share * 100.0)))
+    }
+
     /// Line of the controller, then a line for each namespace.
-    pub(super) fn lines(&self) -> Vec<[String; 13]> {
+    pub(super) fn lines(&self) -> Vec<[String; 14]> {
         let workers: Vec<_> = self.workers.iter().map(ToString::to_string).collect();
         let line = [
             self.title(),
             self.state.into(),
+            self.waits_for(),
             or_none((!workers.is_empty()).then(|| workers.join(","))),
             self.queues.to_string(),
             count(self.iops),
@@ -173,6 +188,7 @@ impl Rates {
             let none = || "-".to_owned();
             [
                 namespace.title(),
+                none(),
                 none(),
                 none(),
                 none(),
@@ -193,7 +209,7 @@ impl Rates {
     pub(super) fn to_json(&self) -> serde_json::Value {
         if let Some(disk) = &self.exported {
             return json!({
-                "id": self.socket,
+                "id": self.id,
                 "disk": disk,
                 "state": self.state,
                 "queues": self.queues,
@@ -205,8 +221,10 @@ impl Rates {
         }
         let namespaces: Vec<_> = self.namespaces.iter().map(NamespaceRates::to_json).collect();
         json!({
+            "id": self.id,
             "socket": self.socket,
             "state": self.state,
+            "waits_for": self.waits,
             "workers": self.workers,
             "queues": self.queues,
             "iops": self.iops,
@@ -281,6 +299,7 @@ pub(super) fn time(ns: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shadowbell_control_api::live_stats::Waits;
 
     #[test]
     fn rates_are_per_second_between_two_snapshots() {
@@ -301,8 +320,16 @@ mod tests {
         for (before, now, seconds) in [(&now, &now, 1.0), (&now, &before, 1.0), (&now, &now, 0.0)] {
             let rates = Rates::between(before, now, seconds);
             assert_eq!((rates.state, rates.iops, rates.rings), ("idle", 0.0, None));
-            assert_eq!(rates.lines()[0][8], "-");
+            assert_eq!(rates.lines()[0][9], "-");
         }
+        let waits = Waits { disk_ns: 30, limit_ns: 60, nothing_ns: 10, ..Waits::default() };
+        let rates = Rates::between(&before, &Row { waits, ..now.clone() }, 2.0);
+        assert_eq!(
+            (rates.waits_for().as_str(), rates.lines()[0][2].as_str()),
+            ("limit 60%", "limit 60%")
+        );
+        assert_eq!(rates.to_json()["waits_for"]["nothing"], 0.1);
+        assert_eq!(Rates::between(&before, &now, 2.0).waits_for(), "-");
         let state = |row: Row| Rates::between(&row, &row, 1.0).state;
         assert_eq!(state(Row { parked: true, ..now }), "parked");
         assert_eq!(state(Row::default()), "off");
@@ -330,7 +357,7 @@ mod tests {
         assert_eq!((rates.p50, rates.p99), (Some(1280), Some(1280)));
         let lines = rates.lines();
         assert_eq!((lines.len(), lines[1][0].as_str()), (3, "  1 disk.img"));
-        assert_eq!(lines[1][11], "1.28 us");
+        assert_eq!(lines[1][12], "1.28 us");
         assert_eq!(rates.to_json()["namespaces"][0]["p99_ns"], 1280);
     }
 

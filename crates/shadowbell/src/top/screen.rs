@@ -14,16 +14,16 @@ use std::time::Instant;
 /// Headings and widths of the columns after the first one in the view of the workload.
 const WORK: [(&str, u16); 7] = [
     ("State", 7),
+    ("Waits for", 10),
     ("IOPS", 7),
     ("Read", 10),
     ("Written", 10),
     ("p50", 8),
     ("p99", 8),
-    ("Errors", 6),
 ];
 /// Headings and widths of the columns after the first one in the view of doorbells.
 const DOORBELLS: [(&str, u16); 7] = [
-    ("State", 7),
+    ("Errors", 6),
     ("Workers", 7),
     ("Queues", 6),
     ("IOPS", 7),
@@ -123,7 +123,9 @@ impl Screen {
             rows.push(row(end_of(&rates.title(), first), cells, &columns).style(bold));
             for namespace in &rates.namespaces {
                 let cells = if self.shows_doorbells {
-                    Default::default()
+                    let mut cells: [String; 7] = Default::default();
+                    cells[0] = namespace.errors.to_string();
+                    cells
                 } else {
                     work_of_namespace(namespace)
                 };
@@ -159,7 +161,7 @@ const PAGE: usize = 20;
 fn row(title: String, cells: [String; 7], columns: &[(&str, u16); 7]) -> Row<'static> {
     let cells = cells.into_iter().zip(columns).map(|(cell, (heading, width))| {
         // Numbers are right-aligned, as their headings are.
-        let is_word = *heading == "State";
+        let is_word = matches!(*heading, "State" | "Waits for");
         let width = usize::from(*width);
         if is_word { cell } else { format!("{cell:>width$}") }
     });
@@ -181,31 +183,31 @@ fn end_of(path: &str, width: u16) -> String {
 fn work(rates: &Rates) -> [String; 7] {
     [
         rates.state.to_owned(),
+        rates.waits_for(),
         count(rates.iops),
         bandwidth(rates.read),
         bandwidth(rates.written),
         or_none(rates.p50.map(time)),
         or_none(rates.p99.map(time)),
-        rates.errors.to_string(),
     ]
 }
 
 fn work_of_namespace(rates: &NamespaceRates) -> [String; 7] {
     [
         String::new(),
+        String::new(),
         count(rates.iops),
         bandwidth(rates.read),
         bandwidth(rates.written),
         or_none(rates.p50.map(time)),
         or_none(rates.p99.map(time)),
-        rates.errors.to_string(),
     ]
 }
 
 fn doorbells(rates: &Rates) -> [String; 7] {
     let workers: Vec<_> = rates.workers.iter().map(ToString::to_string).collect();
     [
-        rates.state.to_owned(),
+        rates.errors.to_string(),
         or_none((!workers.is_empty()).then(|| workers.join(","))),
         rates.queues.to_string(),
         count(rates.iops),
@@ -237,6 +239,7 @@ mod tests {
         (now.commands, now.bytes_read, now.bytes_written) = (1_234_567, 5 << 30, 999 << 20);
         (now.updates, now.rings, now.interrupts, now.queues) = (1_000_000, 3, 40_000, 8);
         now.workers = vec![0, 1];
+        (now.waits.limit_ns, now.waits.disk_ns) = (60, 40);
         for namespace in &mut now.namespaces {
             namespace.commands = 600_000;
             namespace.bytes_read = 2 << 30;
@@ -268,23 +271,24 @@ mod tests {
         let shown = lines(&mut screen, 80, 24);
         assert_eq!(
             shown[0],
-            "Controller        State      IOPS       Read    Written      p50      p99 Errors"
+            "Controller    State   Waits for     IOPS       Read    Written      p50      p99"
         );
         assert_eq!(
             shown[1],
-            "\u{2026}dowbell/vm0.sock busy     1.23 M 5.00 GiB/s  999 MiB/s  2.82 us  6.82 ms      0"
+            "\u{2026}ell/vm0.sock busy    limit 60%   1.23 M 5.00 GiB/s  999 MiB/s  2.82 us  6.82 ms"
         );
         assert!(
-            shown[2].starts_with("  1 \u{2026}") && shown[2].contains("/disk1.img "),
+            shown[2].starts_with("  1 \u{2026}") && shown[2].contains("isk1.img "),
             "{shown:#?}"
         );
-        assert!(shown[2].ends_with("2.82 us  6.82 ms      0"), "{shown:#?}");
+        assert!(shown[2].ends_with("2.82 us  6.82 ms"), "{shown:#?}");
         assert!(shown[4].contains("vm1.sock busy") && shown[4].contains(" - "), "{shown:#?}");
         assert!(shown[23].starts_with("q quit"), "{shown:#?}");
         assert_eq!(press(&mut screen, KeyCode::Char('d')), KeyAction::Nothing);
         let shown = lines(&mut screen, 80, 24);
         assert!(shown[0].ends_with("IOPS Rings/IO   Saved  Intr/IO"), "{shown:#?}");
         assert!(shown[1].ends_with("1.23 M  <0.0001 100.0 %     0.03"), "{shown:#?}");
+        assert!(shown[0].contains(" Errors Workers"), "{shown:#?}");
         // A tiny terminal must not cause a panic.
         lines(&mut screen, 10, 2);
     }
@@ -301,7 +305,7 @@ mod tests {
         let shown = lines(&mut screen, 80, 10);
         assert!(shown[8].starts_with("/run/vm10.sock"), "{shown:#?}");
         press(&mut screen, KeyCode::End);
-        assert!(lines(&mut screen, 80, 10)[8].contains("/disk1.img"));
+        assert!(lines(&mut screen, 80, 10)[8].contains("isk1.img"));
         // If lines disappear, the selection moves to the last line.
         screen.set(vec![rates("/run/vm0.sock", 0)]);
         assert!(lines(&mut screen, 80, 10)[1].starts_with("/run/vm0.sock"));

@@ -4,7 +4,7 @@ use crate::harness::{json, line, output};
 
 #[test]
 fn the_tables_are_measured_and_both_ends_agree() {
-    let report = json(&mut line("demo --runtime 100 --json"));
+    let report = json(&mut line("demo --runtime 100ms --json"));
     let rows = report["rows"].as_array().unwrap();
     let keys: Vec<_> = rows
         .iter()
@@ -48,7 +48,7 @@ fn the_tables_are_measured_and_both_ends_agree() {
 
 #[test]
 fn the_text_output_has_the_published_figures_for_comparison() {
-    let text = output(&mut line("demo --runtime 10"));
+    let text = output(&mut line("demo --runtime 10ms"));
     for words in [
         "S0: 4 KiB random reads",
         "S1: ",

@@ -192,7 +192,7 @@ fn a_report_of_a_fixed_number_of_ios_renders() {
 fn the_demo_report_compares_with_published_figures() {
     let directory = tempfile::tempdir().unwrap();
     let page = directory.path().join("demo.html");
-    output(&mut line(&format!("demo --runtime 100 --report {}", page.display())));
+    output(&mut line(&format!("demo --runtime 100ms --report {}", page.display())));
     let Some(browser) = browser() else { return };
     let found = inspect(&page, &browser);
     let titles = check(&found);
@@ -211,7 +211,7 @@ fn the_demo_report_compares_with_published_figures() {
 
 #[test]
 fn an_unwritable_report_path_is_refused_before_the_run() {
-    for verb in ["bench null:1GiB --runtime 100", "demo --runtime 60000"] {
+    for verb in ["bench null:1GiB --runtime 100", "demo --runtime 60"] {
         let said = stderr_of_failure(&mut line(&format!("{verb} --report no/such/page.html")), 2);
         assert!(said.contains("cannot write the report to no/such/page.html"), "{said}");
         let said = stderr_of_failure(&mut line(&format!("{verb} --report -")), 2);

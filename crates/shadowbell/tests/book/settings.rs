@@ -63,6 +63,9 @@ fn every_setting_of_the_help_is_in_the_reference() {
     let settings = names(part(&help, "A configuration file:", "A file with"));
     assert!(settings.len() > 20, "{settings:?}");
     let page = pages(&["reference/config.md"]);
+    let keys = shadowbell_config::config_file::reference::tables().into_iter();
+    let keys = keys.flat_map(|table| table.keys).map(|key| key.name);
+    let settings: BTreeSet<_> = settings.into_iter().chain(keys).collect();
     let missing: Vec<_> =
         settings.iter().filter(|name| !page.contains(&format!("`{name}`"))).collect();
     assert!(missing.is_empty(), "not in reference/config.md: {missing:?}");
@@ -81,6 +84,7 @@ fn every_setting_of_the_help_is_in_the_reference() {
         "disks/nbd.md",
         "disks/ceph.md",
         "disks/nvme.md",
+        "disks/metadata-and-zones.md",
         "guides/limits.md",
     ]);
     let missing: Vec<_> = options.iter().filter(|name| !page.contains(name.as_str())).collect();

@@ -267,8 +267,13 @@ fn check_validates_a_file_without_opening_disks() {
         let path = directory.path().join("vms.toml");
         std::fs::write(&path, text).unwrap();
         let mut command = program();
+        command.args(["config", "check"]).arg(&path);
+        let checked = finish(command);
+        // `serve --check` does the same.
+        let mut command = program();
         command.args(["serve", "--check"]).arg(&path);
-        finish(command)
+        assert_eq!(finish(command), checked);
+        checked
     };
     let twice = image(directory.path(), "twice.img", 1 << 20).display().to_string();
     let there = format!("{twice}\", \"{twice}");
@@ -290,8 +295,21 @@ fn check_validates_a_file_without_opening_disks() {
         (controller("a.img") + "serial = \"123456789012345678901\"\n", "vms.toml:5: the serial"),
         (controller("a.img") + "model = \"\"\n", "vms.toml:5: the model number"),
         (controller("a.img") + "max-transfer = \"3MiB\"\n", "vms.toml:5: `max-transfer`"),
-        (controller(&there), "vms.toml:1"),
+        (controller(&there), "vms.toml:4: "),
         (controller("a.img?limit-group=db"), "vms.toml:4: there is no `[[limit-group]]` `db`"),
+        (controller("a.img").replace("a.sock", "no/a.sock"), "vms.toml:3: socket path "),
+        (controller("a.img") + "[paths]\nallow = [\n\"/\",\n\"/no\"]\n", "vms.toml:8: --allow /no"),
+        (
+            format!("trace = \"no/t\"\n{}", controller("a.img")),
+            "vms.toml:1: --trace: no/t is in no",
+        ),
+        (
+            controller("a.img")
+                + "[[export]]\nid = \"e\"\ndisk = \"a/1\"\nread-only = true\n\
+                   nbd = \"unix:/e\"\ntls-certificates = \"/no\"\n",
+            "vms.toml:10: ",
+        ),
+        ("[[disk]]\nid = \"d\"\nsource = \"no:x\"\n".to_owned() + &controller("d"), "vms.toml:3: "),
     ] {
         let (code, _, errors) = check(&text);
         assert!(code == Some(2) && errors.contains(words), "{code:?} {text}: {errors}");

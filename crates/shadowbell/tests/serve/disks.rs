@@ -228,3 +228,28 @@ fn a_disk_that_is_being_recovered_is_not_opened_again() {
     assert_eq!(code, Some(0), "{errors}");
     assert!(server.stop().success(), "{}", server.stderr());
 }
+
+#[test]
+fn a_deleted_image_is_marked() {
+    let directory = tempfile::tempdir().unwrap();
+    for name in ["a.img", "b.img"] {
+        image(directory.path(), name, 1 << 20);
+    }
+    let images = ["a.img", "b.img"].map(|name| directory.path().join(name));
+    let [a, b] = images.each_ref().map(|path| path.to_str().unwrap());
+    let mut server = Server::start_in(directory, &[a, b], &[]);
+    let deleted = || {
+        let all = ctl_json(&server, &["disk", "ls"]);
+        [all[0]["deleted"].clone(), all[1]["deleted"].clone()]
+    };
+    assert_eq!(deleted(), [false, false]);
+    std::fs::remove_file(b).unwrap();
+    assert_eq!(deleted(), [false, true]);
+    let (_, table, _) = ctl(&server, &["disk", "ls"]);
+    assert!(
+        table.contains(&format!("/2: its file {b} was deleted, and the data is lost")),
+        "{table}"
+    );
+    assert!(!table.contains(&format!("file {a}")), "{table}");
+    assert!(server.stop().success());
+}

@@ -62,6 +62,7 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         (&["serve", "no.img", "--socket", "x.sock"][..], may_pass),
         (&["serve", "mem:1MiB", "--socket", "nowhere/x.sock"], may_pass),
         (&["serve", "--check", "no.toml"], bad),
+        (&["config", "check", "no.toml"], bad),
         (&["export", "no.img", "--nbd", "unix:x.sock"], may_pass),
         (&["bench", "no.img"], bad),
         (&["verify", "no.img"], bad),
@@ -90,6 +91,8 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         (&["attach-many", "no.img"], bad),
         (&["trace", "no.trace"], bad),
         (&["demo", "--runtime", "never"], bad),
+        // A time without a unit counts seconds in every command.
+        (&["demo", "--runtime", "100"], bad),
         (&["bind", "0000:zz:00.0"], bad),
         (&["unbind", "0000:zz:00.0"], bad),
         (&["nvme", "id-ctrl", "no.img"], bad),
@@ -98,6 +101,7 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         (&["ls", "no-server"], missing),
         (&["status", "no-server"], missing),
         (&["stop", "no-server"], missing),
+        (&["explain", "vm0", "--server", "no-server"], missing),
         (&["top", "no-server"], missing),
         (&["top", "nowhere/x.sock"], missing),
         (&["upgrade", "no-server"], missing),
@@ -116,6 +120,7 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
     for words in [
         &["controllers", "no"][..],
         &["controller", "remove", "no"],
+        &["explain", "no"],
         &["namespace", "attach", "no", "2", "mem:1MiB"],
         &["namespace", "detach", "vm.sock", "7"],
         &["disk", "remove", "no"],

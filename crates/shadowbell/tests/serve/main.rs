@@ -14,6 +14,7 @@ mod disk_recovery;
 mod disk_types;
 mod disks;
 mod exit_status;
+mod explain;
 mod exports;
 mod failing_storage;
 #[cfg(feature = "faults")]

@@ -46,6 +46,23 @@ fn no_directory_hint(path: &Path, directory: &Path) -> String {
     }
 }
 
+/// Directory of a socket's path.
+fn directory_of(path: &Path) -> Result<PathBuf, BindError> {
+    let len = address::len(path);
+    let path = path.to_owned();
+    if len > address::MAX_PATH {
+        return Err(BindError::TooLong { path, len });
+    }
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    };
+    if !directory.is_dir() {
+        return Err(BindError::NoDirectory { path, directory });
+    }
+    Ok(directory)
+}
+
 /// Error in creating a listening socket.
 #[derive(Debug, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
@@ -242,6 +259,15 @@ impl Listener {
         Self::bind_with(path, BindOptions::default())
     }
 
+    /// Checks the path of a socket without creating it: its length and its directory.
+    ///
+    /// # Errors
+    ///
+    /// [`BindError::TooLong`], [`BindError::NoDirectory`].
+    pub fn check_path(path: impl AsRef<Path>) -> Result<(), BindError> {
+        directory_of(&address::resolve(path.as_ref())).map(drop)
+    }
+
     /// Listens at `path`, as [`bind`](Self::bind) does, with these options. Mode and group are set
     /// before the file gets its final name, and never on a file that this call has not created.
     ///
@@ -258,17 +284,7 @@ impl Listener {
             let failed = failed(what);
             move |errno: Errno| failed(errno.into())
         };
-        let len = address::len(&path);
-        if len > address::MAX_PATH {
-            return Err(BindError::TooLong { path, len });
-        }
-        let directory = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-            _ => PathBuf::from("."),
-        };
-        if !directory.is_dir() {
-            return Err(BindError::NoDirectory { path, directory });
-        }
+        let directory = directory_of(&path)?;
         let address = SocketAddrUnix::new(&path).map_err(system("used"))?;
         // Stale files are removed under a lock. Without it, two servers that start at the same time
         // could each remove the other's new file.

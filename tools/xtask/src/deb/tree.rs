@@ -91,7 +91,8 @@ impl Tree {
         for page in fs::read_dir(directory.path().join("man"))? {
             let page = page?;
             let name = page.file_name().to_string_lossy().into_owned();
-            let to = format!("usr/share/man/man1/{name}.gz");
+            let section = name.rsplit_once('.').map_or("1", |(_, section)| section);
+            let to = format!("usr/share/man/man{section}/{name}.gz");
             self.write_gz(&to, &fs::read(page.path())?)?;
         }
         let completions = directory.path().join("completions");
