@@ -1,9 +1,9 @@
 //! Comparison of the exports and named disks of a configuration with those of a running server: the
 //! steps that lead to the configuration.
 //!
-//! A named disk that stays attached to a controller changes with the controller's namespace. So this
-//! plan has only the disks without a controller, among them those that the plan of the controllers
-//! releases.
+//! A named disk that stays attached to a controller changes with the controller's namespace. So
+//! this plan has only the disks without a controller, among them those that the plan of the
+//! controllers releases.
 //!
 //! Everything that can be refused is refused before the first step, as far as it is known then.
 

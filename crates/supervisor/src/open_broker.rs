@@ -197,8 +197,8 @@ mod tests {
         assert_eq!(Asks::new().read(o_path(&path("renamed")).as_fd(), "w"), Ok(b'i'));
     }
 
-    /// The UUIDs are in the state directory of the first configuration, and a server process gets no
-    /// descriptor of their file.
+    /// The UUIDs are in the state directory of the first configuration, and a server process gets
+    /// no descriptor of their file.
     #[test]
     fn a_server_process_gets_the_uuids_of_its_disks() {
         let (_directory, path) = directory(&[]);

@@ -160,8 +160,8 @@ pub mod open_broker {
     /// Answer: [`OPENED`] with JSON. Refused for the access `w` if the system uses the block
     /// device.
     pub const IDENTIFY: u8 = b'i';
-    /// Requests the UUID of the disk with the name in the body, which is generated if there is none.
-    /// Answer: [`OPENED`] with 16 bytes.
+    /// Requests the UUID of the disk with the name in the body, which is generated if there is
+    /// none. Answer: [`OPENED`] with 16 bytes.
     pub const UUID: u8 = b'u';
     /// Requests another connection to the open broker, so that an image on hung storage delays only
     /// its own requests.

@@ -144,8 +144,8 @@ fn a_disk_keeps_its_uuid_in_the_state_directory() {
     assert!(before.iter().all(|uuid| stored.contains(&uuid[..])), "{stored}");
     assert!(server.stderr().contains(&format!("UUID {}", before[0])), "{}", server.stderr());
     let process = worker(&server);
-    // The file may have UUIDs of disks of other servers, so the process in the sandbox does not have
-    // it open.
+    // The file may have UUIDs of disks of other servers, so the process in the sandbox does not
+    // have it open.
     let has_file = || {
         let all = std::fs::read_dir(format!("/proc/{}/fd", worker(&server))).unwrap();
         let mut paths = all.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
