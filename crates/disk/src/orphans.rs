@@ -172,6 +172,45 @@ mod tests {
         assert!(!blocks(Op::Flush, 0, 0) && orphans.is_empty());
     }
 
+    /// Every pair of orphans with at most three bytes in a disk of six, every order of their ends,
+    /// and every request: a request waits exactly while an orphan overlaps it, and a flush while
+    /// there is any.
+    #[test]
+    fn requests_wait_exactly_for_the_orphans_that_they_overlap() {
+        let ranges = || (0..6_u64).flat_map(|at| (1..=3).map(move |len| (at, len)));
+        let overlap = |(at, len): (u64, u64), (other, its): (u64, u64)| {
+            (at..at + len).any(|byte| (other..other + its).contains(&byte))
+        };
+        let waker = Waker::noop();
+        let mut checked = 0;
+        for (first, second) in ranges().flat_map(|one| ranges().map(move |two| (one, two))) {
+            for ends_first in [0, 1] {
+                let orphans = Arc::new(Orphans::default());
+                let mut all: Vec<_> = [first, second]
+                    .map(|range| (range, orphans.adopt(range.0, range.1).unwrap()))
+                    .into();
+                for remaining in [2, 1, 0] {
+                    assert_eq!(orphans.len(), remaining);
+                    for range in ranges() {
+                        let expected = all.iter().any(|(orphan, _)| overlap(*orphan, range));
+                        let write = Op::Write { fua: true };
+                        for op in [Op::Read, write, Op::Discard, Op::Compare, Op::Verify] {
+                            let request = request(op, range.0, range.1);
+                            assert_eq!(orphans.blocks(&request, waker), expected, "{request:?}");
+                            checked += 1;
+                        }
+                    }
+                    let flush = request(Op::Flush, 0, 0);
+                    assert_eq!(orphans.blocks(&flush, waker), remaining != 0);
+                    if remaining != 0 {
+                        drop(all.remove(ends_first % remaining));
+                    }
+                }
+            }
+        }
+        assert_eq!(checked, 18 * 18 * 2 * 3 * 18 * 5);
+    }
+
     #[test]
     fn the_number_of_orphans_is_bounded() {
         let orphans = Arc::new(Orphans::default());

@@ -17,10 +17,18 @@ use std::time::{Duration, Instant};
 /// Connection to a supervisor.
 pub struct SupervisorClient(OwnedFd);
 
-/// Time limit for connecting to a supervisor, and for each answer except that of an upgrade.
-const ANSWERS: Duration = Duration::from_secs(10);
-/// Time limit for the search for a supervisor.
-const SEARCH: Duration = Duration::from_secs(30);
+/// Time limits of the search for a supervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct SearchLimits {
+    /// Limit for connecting to a supervisor, and for each answer except that of an upgrade.
+    answer: Duration,
+    /// Limit of the whole search.
+    search: Duration,
+}
+
+/// Time limits that the threat model promises.
+const LIMITS: SearchLimits =
+    SearchLimits { answer: Duration::from_secs(10), search: Duration::from_secs(30) };
 /// Time limit for an upgrade. It exceeds the limits of all of its steps together.
 const UPGRADES: Duration = Duration::from_secs(300);
 
@@ -49,7 +57,7 @@ impl SupervisorClient {
     /// No supervisor answers for this server.
     pub fn find(server: &Path) -> anyhow::Result<Self> {
         let process = pid_of(server).map(|pid| PathBuf::from(format!("/proc/{pid}")));
-        Self::find_as(server, owner_of(process.as_deref().unwrap_or(server)))
+        Self::find_as(server, owner_of(process.as_deref().unwrap_or(server)), LIMITS)
     }
 
     /// Finds the supervisor whose process id a server has reported at its control socket. The
@@ -60,10 +68,10 @@ impl SupervisorClient {
     /// # Errors
     /// No supervisor answers for this server.
     pub fn find_reported(pid: u32, control: &Path) -> anyhow::Result<Self> {
-        Self::find_as(Path::new(&pid.to_string()), owner_of(control))
+        Self::find_as(Path::new(&pid.to_string()), owner_of(control), LIMITS)
     }
 
-    fn find_as(server: &Path, owner: Option<u32>) -> anyhow::Result<Self> {
+    fn find_as(server: &Path, owner: Option<u32>, limits: SearchLimits) -> anyhow::Result<Self> {
         let (code, what) = match pid_of(server) {
             Some(pid) => (question::IS_YOURS, pid.to_string().into()),
             None => (question::SERVES, canonical_path(server).into_os_string()),
@@ -71,7 +79,7 @@ impl SupervisorClient {
         // If `server` is a supervisor's process id, that supervisor is asked first, so that the
         // others need not wake up.
         let own = format!("{}{}/", protocol::NAME, server.display());
-        let (until, mut bad) = (Instant::now() + SEARCH, BTreeSet::new());
+        let (until, mut bad) = (Instant::now() + limits.search, BTreeSet::new());
         let mut others = 0;
         // The search is repeated, because a supervisor that was just started does not yet have the
         // list of its server process's sockets.
@@ -84,10 +92,10 @@ impl SupervisorClient {
             others = 0;
             for name in names {
                 if Instant::now() >= until {
-                    let seconds = SEARCH.as_secs();
+                    let seconds = limits.search.as_secs();
                     bail!("{}: no answer of a supervisor in {seconds} s", server.display());
                 }
-                match connect_to(&name, owner, ANSWERS) {
+                match connect_to(&name, owner, limits.answer) {
                     Ok(Some(supervisor)) => {
                         let said = ask(&supervisor, code, &what, None);
                         if said.is_ok_and(|packet| packet.code == answer::YES) {
@@ -274,7 +282,7 @@ mod tests {
         // The name contains process id 1, but the socket belongs to the test process.
         let name = format!("{}1/test-{}", protocol::NAME, std::process::id());
         let _listener = listener(&name);
-        let why = connect_to(&name, None, ANSWERS).unwrap_err().to_string();
+        let why = connect_to(&name, None, LIMITS.answer).unwrap_err().to_string();
         assert!(why.contains("listens there"), "{why}");
     }
 
@@ -288,6 +296,25 @@ mod tests {
         let supervisor = connect_to(&name, None, limit).unwrap().unwrap();
         let why = ask(&supervisor, question::SERVES, "/x", None).unwrap_err().to_string();
         assert!(why.contains("does not answer"), "{why}");
+    }
+
+    /// A process that listens at many names of its own delays the search only up to its limit, and
+    /// each socket only up to the limit of an answer.
+    #[test]
+    fn the_search_ends_although_no_supervisor_answers() {
+        assert_eq!((LIMITS.answer.as_secs(), LIMITS.search.as_secs()), (10, 30));
+        let pid = std::process::id().cast_signed();
+        let silent: Vec<_> = (0..8)
+            .map(|nth| listener(&format!("{}/mute-{nth}", protocol::name(pid, 97))))
+            .collect();
+        // No socket answers, so each limit expires. All sockets together would take eight limits;
+        // the search ends after two.
+        let limit = Duration::from_millis(100);
+        let limits = SearchLimits { answer: limit, search: 2 * limit };
+        let why = SupervisorClient::find_as(Path::new("/no/server"), None, limits);
+        let why = why.err().unwrap().to_string();
+        assert!(why.contains("no answer of a supervisor"), "{why}");
+        drop(silent);
     }
 
     /// Root connects to a supervisor of another user only if its caller has named that user's
@@ -307,9 +334,9 @@ mod tests {
             listener(&as_other)
         });
         let _listening = listening.join().unwrap();
-        assert!(connect_to(&name, None, ANSWERS).unwrap().is_none());
-        assert!(connect_to(&name, Some(OTHER + 1), ANSWERS).unwrap().is_none());
-        let supervisor = connect_to(&name, Some(OTHER), ANSWERS).unwrap().unwrap();
+        assert!(connect_to(&name, None, LIMITS.answer).unwrap().is_none());
+        assert!(connect_to(&name, Some(OTHER + 1), LIMITS.answer).unwrap().is_none());
+        let supervisor = connect_to(&name, Some(OTHER), LIMITS.answer).unwrap().unwrap();
         // The working directory of the other user's supervisor is not used, because that user could
         // have chosen it to redirect relative paths.
         assert_eq!(SupervisorClient(supervisor).working_directory(), None);
@@ -324,6 +351,6 @@ mod tests {
         let process = PathBuf::from(format!("/proc/{}", sleeper.id()));
         until("the process has its user", || owner_of(&process) == Some(OTHER));
         let name = format!("{}{}/0", protocol::NAME, sleeper.id());
-        assert!(connect_to(&name, None, ANSWERS).unwrap().is_none());
+        assert!(connect_to(&name, None, LIMITS.answer).unwrap().is_none());
     }
 }

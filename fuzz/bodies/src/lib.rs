@@ -23,7 +23,7 @@
 //! | [`decode`] | a sender of structures | the decoders of the specification and of the protocol |
 //! | [`text`] | an author of a URI, a size or a configuration | the parsers of these texts |
 //!
-//! `cargo xtask fuzz` runs the targets under libFuzzer. The tests of this crate replay the seeds
+//! `cargo xtask fuzz` runs the targets under libFuzzer. The tests of this crate replay the corpus
 //! and some thousand pseudo-random programs on any toolchain.
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Replay of the fuzz bodies on any toolchain, with the seeds and some thousand pseudo-random
+//! Replay of the fuzz bodies on any toolchain, with the corpus and some thousand pseudo-random
 //! programs. It finds fewer errors than libFuzzer, but detects bodies that no longer work.
 
 use shadowbell_fuzz_bodies as bodies;
@@ -23,16 +23,16 @@ impl Random {
 const ALONE: [&str; 2] = ["session", "shared"];
 static OTHERS: RwLock<()> = RwLock::new(());
 
-/// Runs the seeds of `target`, and `programs` pseudo-random programs of up to `len` bytes.
+/// Runs the corpus of `target`, and `programs` pseudo-random programs of up to `len` bytes.
 fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
     let _alone =
         ALONE.contains(&target).then(|| OTHERS.write().unwrap_or_else(PoisonError::into_inner));
     let _with_others =
         (!ALONE.contains(&target)).then(|| OTHERS.read().unwrap_or_else(PoisonError::into_inner));
-    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../seeds").join(target);
-    for seed in std::fs::read_dir(seeds).into_iter().flatten().flatten() {
-        println!("{}", seed.path().display());
-        run(&std::fs::read(seed.path()).expect("a seed"));
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus").join(target);
+    for program in std::fs::read_dir(corpus).into_iter().flatten().flatten() {
+        println!("{}", program.path().display());
+        run(&std::fs::read(program.path()).expect("a program"));
     }
     // The environment variables BODIES_FROM and BODIES_TIMES select other programs, for example
     // BODIES_FROM=1000000 BODIES_TIMES=100.

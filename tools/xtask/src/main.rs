@@ -95,8 +95,8 @@ enum Verb {
     /// sanitizer.
     ///
     /// Needs nightly Rust; cargo-fuzz is installed if it is missing. The run ends by itself. If
-    /// an input fails, the exit status is not 0, and the path of the input is printed. The corpus
-    /// is kept in fuzz/corpus for the next run.
+    /// an input fails, the exit status is not 0, and the path of the input is printed. A run
+    /// starts from fuzz/corpus, adds programs with new coverage, and minimises it.
     #[command(after_help = fuzz::EXAMPLES)]
     Fuzz(fuzz::Arguments),
     /// Attack a server as a hostile guest or VMM would, beside an honest neighbour.

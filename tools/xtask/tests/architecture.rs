@@ -3,6 +3,9 @@
 //! A path is relative to the root of the repository or to `crates/`, and ends with `.rs` or `/`. A
 //! function is written `name()` or `Type::name()`. It must be defined in the last `.rs` file that
 //! its paragraph or list item has named before it, or anywhere in `crates/` if there is none.
+//!
+//! The table in `docs/internals/promises.md` has a row for each promise, with a test and a mutation
+//! of the code that makes the test fail.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -81,6 +84,121 @@ fn names_in_the_architecture_exist() {
     }
     assert!(checked > 150, "{checked}");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Contents of a file that a table names relative to the root or to `crates/`.
+fn named_file(name: &str) -> Option<String> {
+    let paths = [root().join(name), root().join("crates").join(name)];
+    paths.iter().find_map(|path| fs::read_to_string(path).ok())
+}
+
+/// True if `source` has a test function of this name.
+fn has_test(source: &str, name: &str) -> bool {
+    let mark = format!("fn {name}(");
+    source.match_indices(&mark).any(|(at, _)| {
+        let before = source[..at].lines().rev().take(4);
+        before.take_while(|line| !line.contains('}')).any(|line| line.contains("#[test]"))
+    })
+}
+
+/// Files and functions in backticks of a table cell, each function with the file before it.
+fn functions(cell: &str) -> Vec<(String, String)> {
+    let (mut file, mut found) = (String::new(), Vec::new());
+    for name in cell.split('`').skip(1).step_by(2) {
+        match name.strip_suffix("()") {
+            Some(function) => found.push((file.clone(), function.to_owned())),
+            None if name.ends_with(".rs") => name.clone_into(&mut file),
+            None => {}
+        }
+    }
+    found
+}
+
+/// Errors in a row of the table of promises: its cells are the promise, the proof and the mutation.
+fn errors_of_promise(row: &str) -> Vec<String> {
+    let cells: Vec<_> = row.trim().trim_matches('|').split(" | ").map(str::trim).collect();
+    let [_, proof, mutation] = cells[..] else { return vec![format!("not three cells: {row}")] };
+    if proof.starts_with("No test: ") {
+        return if mutation == "-" {
+            Vec::new()
+        } else {
+            vec![format!("mutated without a test: {row}")]
+        };
+    }
+    let mut errors = Vec::new();
+    let tests = functions(proof);
+    // The test program of the supervisor has no test functions.
+    if tests.is_empty() && !proof.contains("`supervisor/tests/hostile.rs`") {
+        errors.push(format!("no test: {row}"));
+    }
+    for (file, name) in tests {
+        if !named_file(&file).is_some_and(|source| has_test(&source, &name)) {
+            errors.push(format!("no test {name} in {file}"));
+        }
+    }
+    if functions(mutation).is_empty() {
+        errors.push(format!("no mutated function: {row}"));
+    }
+    errors
+}
+
+/// First words of each promise in the threat model, as they have to be in the table.
+fn promises_of(threat_model: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for block in threat_model.replace("\n* ", "\n\n* ").split("\n\n") {
+        let block = block.split_whitespace().collect::<Vec<_>>().join(" ");
+        let promise = match block.strip_prefix("* Promised: ") {
+            Some(promise) => promise,
+            None => match block.strip_prefix("* *").and_then(|rest| rest.split_once(".* ")) {
+                Some((title, _)) => title,
+                None => continue,
+            },
+        };
+        found.push(promise.split(' ').take(5).collect::<Vec<_>>().join(" "));
+    }
+    found
+}
+
+#[test]
+fn every_promise_has_a_test_and_a_mutation() {
+    let page = fs::read_to_string(root().join("docs/internals/promises.md")).unwrap();
+    let rows: Vec<_> = page
+        .lines()
+        .filter(|line| line.starts_with("| ") && !line.starts_with("| promise |"))
+        .collect();
+    assert!(rows.len() > 30, "{} rows", rows.len());
+    let errors: Vec<_> = rows.iter().flat_map(|row| errors_of_promise(row)).collect();
+    assert!(errors.is_empty(), "{}", errors.join("\n"));
+    let threat_model = fs::read_to_string(root().join("docs/threat-model.md")).unwrap();
+    let promises = promises_of(&threat_model);
+    assert!(promises.len() > 10, "{promises:?}");
+    for promise in promises {
+        assert!(page.contains(&promise), "no row of the table has the promise \"{promise}\"");
+    }
+}
+
+#[test]
+fn a_promise_without_a_proof_is_found() {
+    let here = "`tools/xtask/tests/architecture.rs`";
+    for (row, count) in [
+        (
+            format!(
+                "| p | {here}, `a_wrong_name_is_found()` | {here}, `defines()`: returns true |"
+            ),
+            0,
+        ),
+        (format!("| p | {here}, `defines()` | {here}, `defines()`: returns true |"), 1),
+        (format!("| p | {here}, `a_wrong_name_is_found()` | any |"), 1),
+        (format!("| p | {here} | {here}, `defines()`: returns true |"), 1),
+        (format!("| p | No test: a reason | {here}, `defines()`: returns true |"), 1),
+        ("| p | No test: a reason | - |".to_owned(), 0),
+        ("| p | No test: a reason |".to_owned(), 1),
+    ] {
+        let errors = errors_of_promise(&row);
+        assert_eq!(errors.len(), count, "{row}: {errors:?}");
+    }
+    let text = "* Promised: a b\n  c d e f\n* Not promised: x\n\n* *Title of it.* More.\n";
+    assert_eq!(promises_of(text), ["a b c d e", "Title of it"]);
 }
 
 #[test]

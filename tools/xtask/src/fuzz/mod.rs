@@ -2,7 +2,11 @@
 //!
 //! An input of a target is called a program, because it encodes the steps of an untrusted side. The
 //! table at the end has a row for each target: the number of programs, the number of their steps,
-//! which the bodies write to a file, and libFuzzer's coverage.
+//! which the bodies write to a file, and libFuzzer's coverage. Runs start from the [`corpus`], and
+//! the [`ledger`] adds them up.
+
+mod corpus;
+mod ledger;
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -18,9 +22,6 @@ use shadowbell_bench::workspace::{cargo, root};
 
 use shadowbell_harness::Report;
 
-/// Number of programs in the initial corpus, and their size in bytes.
-const FIRST: u64 = 64;
-const FIRST_BYTES: u64 = 1500;
 /// Maximum size of a program in bytes.
 const LONGEST: u32 = 4096;
 /// Seconds after which a program counts as hung. Programs run for milliseconds at most; the limit
@@ -33,6 +34,7 @@ Examples:
   cargo xtask fuzz session queues --seconds 600
   cargo xtask fuzz --seconds 3600 --at-once 2   an hour of each, two at a time
   cargo xtask fuzz --plain --seconds 600        the same bodies at full speed, on any toolchain
+  cargo xtask fuzz --seconds 600 --ledger       add the runs to docs/internals/fuzzing.md
   cargo xtask fuzz queues --input fuzz/artifacts/queues/crash-1234";
 
 #[derive(clap::Args)]
@@ -40,7 +42,7 @@ pub(crate) struct Arguments {
     /// Targets to fuzz (files of fuzz/targets); the default is all of them, one after the other
     targets: Vec<String>,
     /// Duration per target
-    #[arg(long, default_value_t = 60)]
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     seconds: u32,
     /// Number of targets that run at once
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
@@ -49,6 +51,9 @@ pub(crate) struct Arguments {
     /// the corpus: about ten times as many steps in the same time
     #[arg(long, conflicts_with = "input")]
     plain: bool,
+    /// Add the runs to the ledger in docs/internals/fuzzing.md, instead of printing its rows
+    #[arg(long, conflicts_with = "input")]
+    ledger: bool,
     /// Run only this input, once
     #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
@@ -87,17 +92,22 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     }
     let outcomes = search_all(wanted, look, arguments.at_once.into());
     let mut table = table();
-    let mut steps = 0;
+    let (mut steps, mut runs) = (0, Vec::new());
+    let kind = if arguments.plain { ledger::Kind::Plain } else { ledger::Kind::Guided };
     for (target, done, outcome) in outcomes {
         steps += done.steps;
         done.add_to(&mut table, &target);
+        // A target that does not build has not run.
+        if !done.time.is_zero() {
+            runs.push(done.row(&target, kind, outcome.is_err())?);
+        }
         report.check(&format!("{target} for {} s", arguments.seconds), |_| outcome);
     }
     let took = began.elapsed().as_secs_f64();
     table.notes.push(format!("{steps} steps of programs in {took:.0} s."));
     report.table(table);
     report.summary();
-    Ok(())
+    ledger::add(&runs, arguments.ledger)
 }
 
 /// Result of a target.
@@ -110,6 +120,10 @@ struct TargetResult {
     /// Coverage that libFuzzer reports: number of edges, and number of features.
     coverage: u64,
     features: u64,
+    /// Time of the last program with new coverage.
+    last_new: Option<Instant>,
+    /// Time since then, or the time of the whole run, when the run ends.
+    quiet: Duration,
 }
 
 fn table() -> Table {
@@ -120,7 +134,7 @@ fn table() -> Table {
 impl TargetResult {
     fn add_to(&self, table: &mut Table, target: &str) {
         let per_second = |count: u64| (count as f64 / self.time.as_secs_f64().max(0.001)) as u64;
-        let Self { time, programs, steps, coverage, features } = self;
+        let Self { time, programs, steps, coverage, features, .. } = self;
         let cells = [
             time.as_secs(),
             *programs,
@@ -143,8 +157,32 @@ impl TargetResult {
         table.push(name.chain(cells.map(|cell| cell.to_string())).collect(), row);
     }
 
+    /// Row of the run for the ledger.
+    fn row(&self, target: &str, kind: ledger::Kind, has_failed: bool) -> Result<ledger::Row> {
+        Ok(ledger::Row {
+            target: target.to_owned(),
+            kind,
+            code: ledger::code_of(target)?,
+            steps: self.steps,
+            seconds: self.time.as_secs(),
+            date: ledger::today()?,
+            coverage: self.coverage,
+            quiet: self.quiet.as_secs(),
+            failed: has_failed.into(),
+        })
+    }
+
+    /// Records the end of a run that began at `began`.
+    fn ends(&mut self, began: Instant) {
+        self.time = began.elapsed();
+        self.quiet = self.last_new.unwrap_or(began).elapsed();
+    }
+
     /// Updates the result with a line of libFuzzer's output.
     fn read(&mut self, line: &str) {
+        if line.starts_with('#') && line.contains("\tNEW ") {
+            self.last_new = Some(Instant::now());
+        }
         let number = |after: &str| {
             let rest = line.split_once(after)?.1.trim_start();
             rest.split(|c: char| !c.is_ascii_digit()).next()?.parse::<u64>().ok()
@@ -225,14 +263,11 @@ fn prepare() -> Result<()> {
 
 /// Fuzzes a target with libFuzzer.
 fn search(target: &str, seconds: u32, done: &mut TargetResult) -> Result<()> {
-    let corpus = root().join("fuzz/corpus").join(target);
-    seed_corpus(&corpus)?;
+    let found = corpus::working_directory(target)?;
+    let corpus = corpus::directory(target);
     let mut command = nightly();
-    command.args(["fuzz", "run", "--sanitizer", "address", target]).arg(&corpus);
-    let seeds = root().join("fuzz/seeds").join(target);
-    if seeds.is_dir() {
-        command.arg(seeds);
-    }
+    command.args(["fuzz", "run", "--sanitizer", "address", target]);
+    command.arg(found.path()).arg(&corpus);
     command.arg("--").arg(format!("-max_total_time={seconds}")).args(limits());
     command.args(["-len_control=0".into(), format!("-max_len={LONGEST}")]);
     let steps = tempfile::NamedTempFile::new().context("a file for the number of steps")?;
@@ -244,10 +279,27 @@ fn search(target: &str, seconds: u32, done: &mut TargetResult) -> Result<()> {
     }
     let began = Instant::now();
     let outcome = run_and_print(target, &mut command, done);
-    done.time = began.elapsed();
+    done.ends(began);
     let text = std::fs::read_to_string(steps.path()).unwrap_or_default();
     done.steps = text.trim().parse().unwrap_or(0);
-    outcome
+    // The corpus also gets the programs of a run that has failed. Its failing program is not among
+    // them.
+    outcome.and(minimise(target, found.path()))
+}
+
+/// Replaces a target's corpus by a minimised set of the corpus and of the programs in `found`.
+fn minimise(target: &str, found: &Path) -> Result<()> {
+    let corpus = corpus::directory(target);
+    let minimised = tempfile::tempdir().context("a directory for the minimised corpus")?;
+    let mut command = nightly();
+    command.args(["fuzz", "run", "--sanitizer", "address", target]).arg(minimised.path());
+    command.arg(found).arg(&corpus).args(["--", "-set_cover_merge=1"]).args(limits());
+    command.arg(format!("-max_len={LONGEST}"));
+    run_and_print(target, &mut command, &mut TargetResult::default())
+        .context("the corpus cannot be minimised")?;
+    let (programs, bytes) = corpus::replace(&corpus, minimised.path())?;
+    println!("{target}: the corpus has {programs} generated programs, {bytes} bytes");
+    Ok(())
 }
 
 /// Builds the program that runs the bodies without libFuzzer, in the release profile.
@@ -271,17 +323,17 @@ fn search_plainly(
     seconds: u32,
     done: &mut TargetResult,
 ) -> Result<()> {
-    let (corpus, artifacts) = (root().join("fuzz/corpus"), root().join("fuzz/artifacts"));
+    let artifacts = root().join("fuzz/artifacts");
     let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seed = since_epoch.map_or(1, |time| time.as_millis() as u64);
     let mut command = Command::new(program);
-    command.arg(target).arg("--corpus").arg(corpus.join(target));
+    command.arg(target).arg("--corpus").arg(corpus::directory(target));
     command.arg("--artifacts").arg(artifacts.join(target));
     command.arg("--seconds").arg(seconds.to_string()).arg("--seed").arg(seed.to_string());
     command.arg("--longest").arg(LONGEST.to_string()).stdin(Stdio::null());
     let began = Instant::now();
     let output = command.stderr(Stdio::inherit()).output().context("the bodies")?;
-    done.time = began.elapsed();
+    done.ends(began);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     if !output.status.success() {
         let input = artifacts.join(target);
@@ -318,27 +370,6 @@ fn limits() -> [String; 4] {
     [hung, "-rss_limit_mb=4096".into(), "-print_final_stats=1".into(), "-detect_leaks=0".into()]
 }
 
-/// Creates an initial corpus of pseudo-random programs, if there is none.
-fn seed_corpus(corpus: &Path) -> Result<()> {
-    std::fs::create_dir_all(corpus).with_context(|| corpus.display().to_string())?;
-    if std::fs::read_dir(corpus)?.next().is_some() {
-        return Ok(());
-    }
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state
-    };
-    for number in 0..FIRST {
-        let len = 50 + next() % FIRST_BYTES;
-        let bytes: Vec<u8> = (0..len).map(|_| (next() >> 32) as u8).collect();
-        std::fs::write(corpus.join(format!("first-{number}")), bytes)?;
-    }
-    Ok(())
-}
-
 /// Runs a command, and prints the relevant lines of its output.
 fn run_and_print(target: &str, command: &mut Command, done: &mut TargetResult) -> Result<()> {
     command.env("ASAN_OPTIONS", sanitizer(target));
@@ -373,6 +404,7 @@ fn run_and_print(target: &str, command: &mut Command, done: &mut TargetResult) -
 fn is_worth_showing(line: &str) -> bool {
     let chatter =
         line.starts_with('#') && ["NEW", "REDUCE", "RELOAD"].iter().any(|w| line.contains(w));
+    let chatter = chatter || line.starts_with("MERGE-");
     !chatter && !line.trim_start().starts_with("NEW_FUNC") && !line.starts_with('"')
 }
 
@@ -409,6 +441,7 @@ mod tests {
         done.read("stat::number_of_executed_units: 81920");
         done.read("stat::average_exec_per_sec:     20");
         assert_eq!((done.coverage, done.features, done.programs), (1371, 7215, 81920));
+        assert!(done.last_new.is_some());
     }
 
     #[test]
