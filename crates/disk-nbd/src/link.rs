@@ -419,7 +419,7 @@ impl Link {
     fn finish(
         &mut self,
         part: Subrequest,
-        error: u32,
+        mut error: u32,
         shared: &Shared,
         caller: &mut Option<CallerResults<'_>>,
     ) {
@@ -446,6 +446,10 @@ impl Link {
             // An error of a flush without an owner (automatic or cancelled) cannot be reported to a
             // request. So it counts as a loss of the unflushed writes.
             let is_lost = error != 0 && owner.is_none();
+            // The flush was submitted before the loss of writes that it has to make durable.
+            if error == 0 && unflushed.has_lost_writes {
+                error = wire::NbdError::Io as u32;
+            }
             shared.flush_soon(&mut unflushed);
             drop(unflushed);
             if is_lost {

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, ResizeError, Submitted};
 use shadowbell_memory::{DmaSpace, Segments, View};
 use shadowbell_nbd::reply::Head;
-use shadowbell_nbd::wire::{command, transmission};
+use shadowbell_nbd::wire::{NbdError, Request as NbdRequest, command, transmission};
 use shadowbell_testing::disks::{
     Random, batch, content, flush, memory, read, run, run_one, segments, wait, write,
 };
@@ -253,6 +253,53 @@ fn a_refused_replay_is_a_loss() {
     assert_eq!(flush(&mut *queue), Err(DiskError::Io(5)));
 }
 
+/// True for a flush.
+fn is_flush(request: &NbdRequest) -> bool {
+    request.command == command::FLUSH
+}
+
+/// The server dies with unflushed writes that are not replayed, before it answers a flush. The next
+/// server answers that flush without an error.
+#[test]
+fn a_flush_in_flight_fails_after_a_loss_without_replay() {
+    let mut fake = Fake::new(MIB, ALL);
+    let disk = fake.open("replay=off&connections=1");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[1; 512]).unwrap();
+    fake.change(|manner| manner.holds = Some(is_flush));
+    let received = fake.received();
+    submit(&mut *queue, 1, Op::Flush, 0, 0, Segments::new());
+    wait_until("the flush at the server", || fake.received() > received);
+    fake.kill();
+    fake.change(|manner| manner.holds = None);
+    fake.start();
+    assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Io(5)))]);
+    assert_eq!((fake.count(command::FLUSH), fake.cache()[0]), (1, 0));
+    assert!(disk.has_lost_writes());
+}
+
+/// The storage of a server reports a lost write once. The automatic flush gets the error, and a
+/// flush of the host, which was in flight at the same time, succeeds.
+#[test]
+fn a_flush_in_flight_fails_with_an_automatic_one() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("replay=64KiB&connections=1");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| {
+        manner.holds = Some(is_flush);
+        manner.refused_once = Some((command::FLUSH, NbdError::Io));
+    });
+    for block in 0..9 {
+        write(&mut *queue, block * 4096, &[1; 4096]).unwrap();
+    }
+    wait_until("the automatic flush at the server", || fake.received() == 10);
+    submit(&mut *queue, 1, Op::Flush, 0, 0, Segments::new());
+    fake.change(|manner| manner.holds = None);
+    assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Io(5)))]);
+    assert_eq!(fake.count(command::FLUSH), 2);
+    assert!(disk.has_lost_writes());
+}
+
 #[test]
 fn a_full_replay_buffer_is_flushed() {
     let fake = Fake::new(MIB, ALL);
@@ -410,7 +457,7 @@ fn an_automatic_flush_that_an_ending_server_refuses_is_sent_again() {
     let fake = Fake::new(MIB, ALL);
     let disk = fake.open("replay=64KiB&connections=1");
     let mut queue = disk.queue().unwrap();
-    fake.change(|manner| manner.refused_once = Some(command::FLUSH));
+    fake.change(|manner| manner.refused_once = Some((command::FLUSH, NbdError::Shutdown)));
     for nth in 0..100 {
         write(&mut *queue, nth * 4096, &[nth as u8; 4096]).unwrap();
     }

@@ -46,8 +46,8 @@ pub(crate) struct Manner {
     pub(crate) hangs_up_after: Option<u64>,
     /// True if the server refuses requests with ESHUTDOWN, as a server that is about to end.
     pub(crate) is_ending: bool,
-    /// Command whose next request is refused with ESHUTDOWN, once.
-    pub(crate) refused_once: Option<u16>,
+    /// Command whose next request fails, once, and the error code.
+    pub(crate) refused_once: Option<(u16, NbdError)>,
     /// Minimum and maximum size of requests in bytes.
     pub(crate) sizes: Option<(u32, u32)>,
 }
@@ -317,13 +317,11 @@ fn transmit(
             *store.counts.entry(request.command).or_default() += 1;
             return Ok(());
         }
-        let is_refused = store.manner.refused_once == Some(request.command);
-        if is_refused {
-            store.manner.refused_once = None;
-        }
-        let error = match is_refused || store.manner.is_ending {
-            true => NbdError::Shutdown as u32,
-            false => execute(&mut store, &request, &data),
+        let is_refused = |(refused, _): &mut (u16, NbdError)| *refused == request.command;
+        let error = match store.manner.refused_once.take_if(is_refused) {
+            Some((_, error)) => error as u32,
+            None if store.manner.is_ending => NbdError::Shutdown as u32,
+            None => execute(&mut store, &request, &data),
         };
         *store.counts.entry(request.command).or_default() += 1;
         served += 1;
