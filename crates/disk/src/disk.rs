@@ -18,9 +18,9 @@ use std::{fmt, io};
 /// Reason why the recovery of a disk waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitReason<'a> {
-    /// I/O of the dead process may be in flight at the storage.
+    /// I/O of the dead process may still be in flight at the storage.
     InFlight,
-    /// The image is locked, by I/O of the dead process that is in flight or by another program.
+    /// The image is locked: by another program, or by I/O of the dead process that has not ended.
     Locked,
     /// The storage cannot be used at present. The text is the last error.
     Unavailable(&'a str),

@@ -49,7 +49,7 @@ pub enum OpenError {
         /// Reason of the refusal.
         why: String,
     },
-    /// This user is not allowed to read the file.
+    /// File without read permission for the user of this process.
     #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
     Unreadable {
         /// Path of the file.

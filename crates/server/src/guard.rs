@@ -7,7 +7,7 @@ use shadowbell_process::exit;
 use std::fmt;
 use tracing::warn;
 
-/// What a connected client would lose by a change: `the client of vm0 would lose namespace 2`.
+/// Loss of a connected client by a change, displayed as `the client of vm0 would lose namespace 2`.
 #[derive(Debug)]
 pub(super) struct Loss {
     /// Controller or export of the client.
@@ -23,18 +23,18 @@ impl fmt::Display for Loss {
 }
 
 impl Loss {
-    /// Returns what the client of a controller loses. `None` if the controller has no client.
+    /// Loss of the client of a controller. `None` if the controller has no client.
     pub(super) fn of_controller(served: &ServedController, what: String) -> Option<Self> {
         served.has_client().then(|| Self { client: served.id.clone(), what })
     }
 
-    /// Returns what the client of `waiting` loses, a controller that waits for its disks.
+    /// Loss of the client of `waiting`, a controller that waits for its disks.
     pub(super) fn of_waiting(waiting: &WaitingController) -> Self {
         let what = "would lose the controller, which waits for its disks".to_owned();
         Self { client: waiting.requested.id(), what }
     }
 
-    /// Returns what the clients of the export `id` lose.
+    /// Loss of the clients of the export `id`.
     pub(super) fn of_export(id: &str, what: String) -> Self {
         Self { client: format!("the export {id}"), what }
     }

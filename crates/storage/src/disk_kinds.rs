@@ -287,8 +287,9 @@ fn rbd_error(error: shadowbell_disk_rbd::OpenError) -> DiskSpecError {
     kind_error(is_of_system, matches!(error, NotThatDisk { .. }), error)
 }
 
-/// Converts an error of one kind of disk. The error counts as bad input of the user, unless
-/// `is_of_system` is true: the system or a server has caused it.
+/// Converts an error of one kind of disk. With `is_of_system`, the system or a server has caused
+/// the error. Otherwise it counts as bad input of the user. With `is_final`, the disk of a dead
+/// process cannot be recovered, not even later.
 fn kind_error<E>(is_of_system: bool, is_final: bool, error: E) -> DiskSpecError
 where
     E: std::error::Error + Send + Sync + 'static,

@@ -105,8 +105,8 @@ impl Engine {
         }
         match submitted {
             Submitted::Done(Ok(())) => {
-                // The segments are not cleared: the next command most likely uses the same list
-                // entry and view, which saves reference counting.
+                // The segments are not cleared: most likely, the next command uses the same view of
+                // the host's memory, so the view's reference count does not change.
                 self.count(kind);
                 if SLOW { self.finish_long(request.len, permit) } else { Started::Done(permit) }
             }

@@ -251,7 +251,8 @@ impl JournalPart {
     #[inline]
     pub(crate) fn free(&mut self, slot: u32) {
         self.records.free(slot);
-        // Spare slots (see `record_recovered_at`) are used only once, so they are not added.
+        // Spare slots (see `record_recovered_at`) are used only once, so they are not added to the
+        // free slots.
         if slot < self.next {
             self.free.push(slot);
         }
@@ -272,27 +273,30 @@ impl JournalPart {
     }
 
     /// Records the `nth` command that was in flight in a previous process, as not started yet.
-    /// Returns its slot, which is counted from the end of the table, because new records begin at
-    /// the other end.
+    /// Returns the record's slot, a spare slot: recovered commands use the slots from the end of
+    /// the table downwards, and all other records use those from the start upwards.
     pub(crate) fn record_recovered_at(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let slot = (self.records.capacity - 1).saturating_sub(nth) as u32;
         self.records.write(slot, self.key_of(command) | WAITS, &command.sqe);
         slot
     }
 
-    /// Marks the command with the spare record at `slot` as started.
+    /// Marks a recovered command as started. `slot` is the slot of its record, from
+    /// [`record_recovered_at`](Self::record_recovered_at).
     pub(crate) fn start_recovered(&self, slot: u32, command: &RecoveredCommand) {
         self.records.write(slot, self.key_of(command), &command.sqe);
     }
 
-    /// Stores that command `count` of a submission queue is started next, one at a time, and that
-    /// `crashes` processes have crashed with it.
+    /// Stores that command `count` of a submission queue is started next, that the commands of this
+    /// queue are started one at a time, and that `crashes` processes have crashed with this command
+    /// in flight.
     pub(crate) fn store_trying(&self, qid: u16, count: u32, crashes: u8) {
         self.store(qid, TRYING, pack_trying(count, crashes, false));
     }
 
-    /// Stores that `crashes` processes have crashed with command `count`, which is not started yet.
-    /// If this process crashes before the start, this command is not the cause.
+    /// Stores that `crashes` processes have crashed with command `count` in flight, and that the
+    /// command is not started yet. If this process crashes before the start, the command is not the
+    /// cause.
     pub(crate) fn store_suspect(&self, qid: u16, count: u32, crashes: u8) {
         self.store(qid, TRYING, pack_trying(count, crashes, true));
     }
@@ -302,8 +306,7 @@ impl JournalPart {
         self.store(qid, TRYING, 0);
     }
 
-    /// Stores the position of a submission queue, and the number of completions that were posted
-    /// before.
+    /// Stores the position of a submission queue, and the number of completions posted so far.
     #[inline]
     pub(crate) fn store_sq(&self, qid: u16, position: Position, completions: u64) {
         self.store(qid, SQ_COVERS, layout::pack_covers(position.at, completions));

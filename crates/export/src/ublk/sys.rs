@@ -193,7 +193,8 @@ pub(super) enum Event {
     /// New request. If the driver copies, the buffer contains the data of a write. Otherwise the
     /// buffer is empty.
     Request { tag: u16, descriptor: Descriptor, buffer: Vec<u8> },
-    /// End of a call on the image's file, with the number of bytes or a negative error number.
+    /// End of a read or write of the image's file, with the number of bytes or a negative error
+    /// number.
     Called { tag: u16, result: i32 },
     /// Expiry of the timer for timeout checks.
     Tick,
@@ -209,7 +210,7 @@ enum Tag {
     Ours,
     /// The driver, with the tag's buffer.
     Driver(Vec<u8>),
-    /// A call on the image's file, which is in flight for the request.
+    /// The kernel, which executes a read or write of the image's file for the request.
     Called,
 }
 
@@ -220,7 +221,7 @@ pub(super) struct Queue {
     queue: u16,
     descriptors: SharedBytes,
     tags: Vec<Tag>,
-    /// Number of calls on the image's file that are in flight.
+    /// Number of reads and writes of the image's file that are in flight.
     calls: usize,
     /// True if the image's file is registered with the ring.
     has_image: bool,
@@ -232,8 +233,8 @@ pub(super) struct Queue {
 
 impl Queue {
     /// Opens queue number `queue` of a device. The next [`enter`](Self::enter) passes the queue's
-    /// tags to the kernel, each with a buffer if the driver copies. Zero-copy calls use the file
-    /// `image`.
+    /// tags to the kernel, each with a buffer if the driver copies. With zero copy, the queue reads
+    /// and writes the file `image`.
     pub(super) fn open(
         device: Arc<Device>,
         queue: u16,
@@ -326,7 +327,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Submits a call on the image's file, with the memory of the request that has this tag.
+    /// Submits a read or write of the image's file, to or from the memory of the request that has
+    /// this tag.
     ///
     /// # Errors
     /// If the tag belongs to the kernel, no file is registered, or the ring is full: bugs of this
@@ -340,7 +342,7 @@ impl Queue {
         if !self.has_image {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // The call uses a registered buffer in the kernel's memory, so it specifies an offset from
+        // The buffer is registered and in the kernel's memory, so the entry contains an offset from
         // the buffer's start instead of an address.
         let at = std::ptr::without_provenance_mut::<u8>(skip);
         let entry: Entry = if call.writes {
@@ -351,8 +353,8 @@ impl Queue {
             opcode::ReadFixed::new(IMAGE, at, len, tag).offset(call.offset).build()
         };
         let entry = entry.user_data(CALL | u64::from(tag));
-        // SAFETY: the kernel owns the memory, keeps it while a call uses it, and checks that the
-        // call does not exceed it. The ring holds the file.
+        // SAFETY: the kernel owns the buffer, keeps it while the read or write uses it, and checks
+        // that the transfer does not exceed it. The ring holds the file.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.map_err(|_| io::ErrorKind::WouldBlock)?;
         *place = Tag::Called;
@@ -360,7 +362,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Requests the cancellation of the call for this tag.
+    /// Requests the cancellation of the read or write of the image's file that is in flight for
+    /// this tag.
     pub(super) fn cancel(&mut self, tag: u16) {
         let entry = opcode::AsyncCancel::new(CALL | u64::from(tag)).build().user_data(CANCEL);
         // SAFETY: a cancellation refers to no memory.

@@ -535,8 +535,8 @@ impl Host {
         if self.shadow {
             return;
         }
-        // The entries of existing queues get the current values, and all other entries random
-        // values.
+        // All bytes of both pages get the same random value. Then the shadow entries of existing
+        // queues get the current values.
         let junk = source.u8();
         self.poke(SHADOW, &[junk; PAGE as usize]);
         self.poke(EVENT_IDX, &[junk; PAGE as usize]);
