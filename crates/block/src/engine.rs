@@ -11,13 +11,13 @@
 //!
 //! * a thread sleeps only after a [turn](Engine::turn) without completions that followed its last
 //!   submission ([`Engine::may_sleep`]). So the disk has all requests;
-//! * if the disk's queue starts further requests in a call of [`Queue::reap`], they are in flight
-//!   when the call returns;
+//! * if [`Queue::reap`] starts further requests, they are in flight when `reap` returns;
 //! * a completion that `reap` does not return makes the wake descriptor readable, by an event after
 //!   the start of that `reap`, so the descriptor may be edge-triggered.
 //!
 //! The model in `crates/export/src/io_thread/model.rs` executes this code with every order of
-//! requests and completions. If any one of these rules is violated, the model finds a lost wakeup.
+//! requests and completions. For each of these rules, a variant of the code that violates it must
+//! lose a wakeup in the model.
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
@@ -113,7 +113,8 @@ struct Core {
     /// Number of requests that the disk has.
     pending: usize,
     reaped: Vec<(u32, Result<(), DiskError>, Segments)>,
-    /// Lists that each [turn](Engine::turn) fills and empties. They are kept for their capacity.
+    /// Lists that each [turn](Engine::turn) fills and empties. The fields preserve their
+    /// allocations from turn to turn.
     wakers: Vec<Waker>,
     ended: Vec<InFlight>,
     turns: u32,

@@ -23,7 +23,7 @@ pub struct Extent {
     pub is_hole: bool,
 }
 
-/// Extents of a range, which must be within the disk. Returns at most `max_extents` extents.
+/// Extents of a range. The range must be within the disk. Returns at most `max_extents` extents.
 pub(crate) async fn extents(
     queries: &Arc<ExtentQueries>,
     disk: &Arc<dyn Disk>,

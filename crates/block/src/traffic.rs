@@ -19,7 +19,7 @@ pub struct Traffic {
     pub queues: usize,
 }
 
-/// Counters of one queue, which its thread alone changes.
+/// Counters of one queue. Only the queue's thread changes them.
 #[derive(Debug, Default)]
 pub(crate) struct QueueTraffic {
     requests: AtomicU64,

@@ -51,8 +51,8 @@ pub fn open(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// UUID of the disk with this name. `None` if the file was not [opened](open), or if the file
-/// cannot be written. The latter is logged.
+/// UUID of the disk with this name. `None` if the file was not [opened](open), or if it cannot be
+/// written. The write error is logged.
 #[must_use]
 pub fn uuid_of(name: &str) -> Option<[u8; 16]> {
     let store = STORE.get()?.as_ref()?;

@@ -583,7 +583,7 @@ mod tests {
     #[test]
     fn runs_round_robin() {
         // If this thread is preempted between the requests, the standby thread may run the first
-        // turns before the last request. Such an attempt is repeated.
+        // turns before the last request. The attempt is then repeated.
         wait::until("an attempt in time", is_round_robin);
     }
 

@@ -49,7 +49,7 @@ pub enum NewError {
     Memory(#[from] shadowbell_memory::MapError),
 }
 
-/// Properties of the front end, which connects a controller to its host.
+/// Properties of the front end, the code that connects a controller to its host.
 #[derive(Default)]
 pub struct Carrier {
     /// True if the host maps the doorbell page and writes to it directly. Writes then do not trap,
@@ -224,8 +224,9 @@ impl Controller {
     }
 
     /// Statistics of the controller. The counters are read directly, without a message to an I/O
-    /// thread, so a blocked I/O thread does not block the call. An event is counted before the host
-    /// can observe it. While the controller is busy, the values are not all from the same instant.
+    /// thread, so a blocked I/O thread does not delay the caller. An event is counted before the
+    /// host can observe it. While the controller is busy, the values are not all from the same
+    /// instant.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let Context { shared, pool, .. } = &self.0.context;

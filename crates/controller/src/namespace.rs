@@ -44,8 +44,8 @@ impl Guarantees {
     /// Properties for a controller that starts with the namespaces of `config`.
     fn of(config: &Config) -> Self {
         let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
-        // WZSL limits all namespaces to the same number of bytes, so the smallest block size
-        // determines it: there, the maximum NLB covers the fewest bytes.
+        // WZSL limits all namespaces to the same number of bytes. The maximum NLB covers the fewest
+        // bytes on the namespace with the smallest blocks, so this namespace determines WZSL.
         let pool = config.pool.as_ref().map(|_| 512);
         let smallest = infos().map(|info| info.block_size).chain(pool).min().unwrap_or(512);
         Self {
@@ -116,7 +116,7 @@ impl Namespaces {
         Arc::new(changed)
     }
 
-    /// NSIDs of barred namespaces, which the host sees but which are not served.
+    /// NSIDs of barred namespaces. Identify reports them to the host, but they are not served.
     pub(crate) fn barred(&self) -> impl Iterator<Item = u32> + '_ {
         self.barred.keys().copied()
     }

@@ -110,7 +110,7 @@ impl Route {
     }
 
     /// Starts to move the controller to I/O thread `to`. Sends a message created by `leave` to each
-    /// of `workers`, which have queues of the controller. A second call has no effect.
+    /// of `workers`, the I/O threads with queues of the controller. A second call has no effect.
     pub(crate) fn divert(
         &self,
         pool: &Pool,
@@ -129,8 +129,8 @@ impl Route {
         }
     }
 
-    /// Sends the kept messages to `worker`'s queues, after these queues have arrived at the new I/O
-    /// thread.
+    /// Sends the deferred messages for `worker`'s queues, after these queues have arrived at the
+    /// new I/O thread.
     pub(crate) fn send_deferred(&self, pool: &Pool, worker: usize) {
         let mut state = self.0.lock();
         let to = state.to.unwrap_or(worker);

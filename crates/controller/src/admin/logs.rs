@@ -199,7 +199,7 @@ impl Health {
 pub(crate) struct ChangedList(BTreeSet<u32>);
 
 impl ChangedList {
-    /// Adds a changed namespace. Called before the event is raised.
+    /// Adds a changed namespace. Called before the event Namespace Attribute Changed is raised.
     pub(crate) fn insert(&mut self, nsid: u32) {
         self.0.insert(nsid);
     }

@@ -37,9 +37,9 @@ const SHORT_LOCATIONS: u64 = 4;
 /// Upper bound of memory locations that a command's PRP or SGL list occupies. It also applies to
 /// commands that fail.
 pub(super) const MAX_LOCATIONS: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
-/// Limit of in-flight memory pieces that had no page table when they were submitted. Such pieces of
-/// requests in flight can create page tables even after a reclaim, so the number of pieces is
-/// bounded.
+/// Limit of in-flight memory pieces that had no page table when they were submitted. An access to
+/// such a piece creates a page table, even after a reclaim has freed excess page tables. So the
+/// number of these pieces is bounded.
 const MAX_NEW_SPANS: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
@@ -657,7 +657,7 @@ fn cancel_request(
 /// Attach, detach and change of namespaces while commands are in flight.
 impl Engine {
     /// Replaces the namespace at `index` by `new`, or removes it. If there was a namespace, its
-    /// disk queue moves to the list of draining queues. Returns its place there, for
+    /// disk queue moves to the list of draining queues. Returns the queue's index in this list, for
     /// [`take_drained`](Self::take_drained).
     ///
     /// Requests in flight continue on the old disk. Requests that were not submitted yet go to the

@@ -287,8 +287,9 @@ impl Engine {
         }
     }
 
-    /// Starts a command of several requests, which ends with the last of them. If requests fail,
-    /// the first error becomes the status of the command and is reported for block `lba`.
+    /// Starts a command that consists of several requests. The command ends when its last request
+    /// has ended. If requests fail, the first error becomes the status of the command and is
+    /// reported for block `lba`.
     fn begin(
         &mut self,
         (parts, metadata): (Vec<Part>, Option<Metadata>),

@@ -223,7 +223,7 @@ impl Engine {
         Started::DoneLong(permit)
     }
 
-    /// Registers a request of `bytes` bytes, which is now in flight on a disk.
+    /// Registers a request of `bytes` bytes as in flight on a disk.
     pub(super) fn register_in_flight(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.pooled_lists.pop().unwrap_or_default();
         self.last_tag = tag;

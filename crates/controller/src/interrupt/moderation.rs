@@ -13,9 +13,9 @@
 //! Two rules distinguish them:
 //! * The pace of the host's submissions is learnt, too. While the host submits at that pace, it is
 //!   busy and not waiting, and an interrupt would only disturb it.
-//! * At the end of such a run of submissions, fewer completions than the learnt number are left.
-//!   This does not reduce the learnt number, because these completions are added to those that the
-//!   last full interrupt of the same run has announced.
+//! * At the end of a run of submissions at that pace, fewer completions than the learnt number are
+//!   left. This does not reduce the learnt number, because these completions are added to those
+//!   that the last full interrupt of the same run has announced.
 //!
 //! A host also stops submitting occasionally, because of its own interrupts or other load on its
 //! CPU. That looks like the end of a run. So the learnt number drops substantially only after two

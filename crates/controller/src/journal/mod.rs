@@ -24,10 +24,10 @@
 //! of the submission queue at the time when the completion was posted. If the last step 4 has
 //! counted this completion already, the stored position of the submission queue is ahead of this
 //! head. The commands to execute again are the recorded ones without a completion, and all commands
-//! in the submission queue after its position. The latter may include commands that were executed
-//! inline and whose completions were not posted. The host cannot distinguish a second execution of
-//! these commands from a late execution. If a recorded command comes after the position, it is
-//! fetched again, and its record is ignored.
+//! in the submission queue after its position. Commands after the position may have been executed
+//! inline without a posted completion. The host cannot distinguish a second execution of these
+//! commands from a late execution. If a recorded command comes after the position, it is fetched
+//! again, and its record is ignored.
 //!
 //! The order prevents these errors. With step 3 before step 2, a command could be lost. With step 5
 //! before step 3, a completed command could be executed again and overwrite newer data. With step 5
@@ -44,9 +44,9 @@
 //! # Commands that crash the process
 //!
 //! A command may be the cause of a crash. Its record contains the number of processes that have
-//! crashed with the command in flight. A command without a record may also be the cause. Such a
-//! command belongs to the burst of commands that begins at the stored position. So after a crash by
-//! a fault, the next process fetches the commands of that burst one at a time. Before the start of
+//! crashed with the command in flight. A command without a record may also be the cause. It then
+//! belongs to the burst of commands that begins at the stored position. So after a crash by a
+//! fault, the next process fetches the commands of that burst one at a time. Before the start of
 //! each command, the process [stores](JournalPart::store_trying) the command's number.
 //! `worker::recovery` evaluates records and numbers.
 
@@ -401,9 +401,9 @@ impl RecoveredJournal {
         (position, unpack_doorbell(self.word(qid, CQ_DOORBELL), position.truth))
     }
 
-    /// Processes completion number `nth` of its queue, which the dead process has posted: removes
-    /// the command's record, and advances `position` of the submission queue, which has `size`
-    /// entries.
+    /// Processes a completion that the dead process has posted, number `nth` of its completion
+    /// queue: removes the command's record, and advances `position` of the submission queue of
+    /// `size` entries.
     pub(crate) fn posted(&mut self, cqe: &Cqe, nth: u64, size: RingSize, position: &mut Position) {
         let word = self.word(cqe.sq_id, SQ_COVERS);
         // If the stored position covers the completion, the position may be ahead of the head in

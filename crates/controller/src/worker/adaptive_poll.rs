@@ -239,8 +239,8 @@ impl IdlePolicy {
 
     /// Next action after a yield; `crowded` is true if another thread has run.
     fn after_yield(&mut self, crowded: bool) -> Next {
-        // Without a request in flight, the other thread is most likely one of the host, which will
-        // soon submit a command.
+        // Without a request in flight, the thread that has run is most likely a thread of the host,
+        // and will soon submit a command.
         if !crowded || !self.pending {
             return Next::PollAgain;
         }

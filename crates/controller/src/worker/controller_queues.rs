@@ -65,8 +65,8 @@ pub(crate) struct ControllerQueues {
     pub(super) opening: Opening,
     /// Pending move to another I/O thread, which happens once nothing is in flight.
     pub(super) departure: Option<Departure>,
-    /// Pending check of the size of the page tables, which was requested after many sparse accesses
-    /// to guest memory. Until it ends, nothing is fetched.
+    /// Pending check of the size of the page tables, requested after many sparse accesses to guest
+    /// memory. Until the check ends, no commands are fetched.
     pub(super) page_table_check: Option<Check>,
     /// Commands that are recovered from a dead process.
     pub(super) recovery: Option<Box<Recovery>>,
@@ -153,7 +153,7 @@ impl ControllerQueues {
         }
     }
 
-    /// Sets an override, which then serves the queues.
+    /// Sets an override: an object that serves the queues instead of the normal code.
     pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
         // An existing override is kept, because it holds delayed commands. It learns of new faults
         // itself.

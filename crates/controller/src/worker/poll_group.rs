@@ -43,8 +43,8 @@ const PARK_AFTER: u32 = 8;
 const PARK_AFTER_TIME: Duration = Duration::from_millis(10);
 /// Number of passes between two readings of the clock for [`PARK_AFTER_TIME`].
 const REVIEW: u32 = 1024;
-/// Amount of work, in commands, between two visits of dormant controllers; each visit polls one of
-/// them. The visits take a few percent of the thread's time.
+/// Amount of work, in commands, between two visits of dormant controllers; each visit polls one
+/// dormant controller. The visits take a few percent of the thread's time.
 const DORMANT_CHECK_WORK: u32 = 32;
 /// Amount of work, in commands, that a pass counts by itself for these visits; and number of
 /// consecutive idle passes after which every pass visits a dormant controller, because the thread
@@ -58,8 +58,8 @@ const CHECK_AFTER: u32 = 512;
 /// Controller in the poll group.
 pub(super) struct PollEntry {
     pub(super) queues: ControllerQueues,
-    /// Sleep state of the controller, which doorbell writers read. It is asleep while the
-    /// controller is parked.
+    /// Sleep state of the controller: asleep while the controller is parked. Doorbell writers read
+    /// this state.
     sleeper: Sleeper<SleepCell>,
     /// Progress counter of the queues at the last sleep of the thread, and the number of
     /// consecutive sleeps without progress.
@@ -130,8 +130,8 @@ const CHECK_HEADS: u32 = 1 << 12;
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
     pub(super) active: Vec<Box<PollEntry>>,
-    /// Parked controllers by number. A thread may have two entries for the same controller, one of
-    /// them with queues that are being detached, but that one is never parked.
+    /// Parked controllers by number. A thread may have two entries for the same controller. One of
+    /// the two then contains queues that are being detached, and is never parked.
     parked: HashMap<u32, Box<PollEntry>>,
     dormant: VecDeque<Box<PollEntry>>,
     /// True if the thread never sleeps.
@@ -439,7 +439,7 @@ impl PollGroup {
                 if !entry.queues.depart(worker) {
                     entry.queues.retire();
                 }
-                // This drop releases the latches of a detach, which tells the control plane that
+                // This drop releases the latches of a detach. Thus the control plane learns that
                 // nothing accesses guest memory any more.
                 drop(entry);
             }

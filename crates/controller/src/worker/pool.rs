@@ -142,8 +142,9 @@ impl Pool {
 
     /// Creates a pool without threads, for programs with their own event loop and for deterministic
     /// tests. The work of its only I/O thread is done when the caller calls [`Turns::turn`]. Admin
-    /// commands run on the thread that writes the admin doorbell. If one such write starts a series
-    /// of admin commands, the rest of the series runs in the next call of [`Turns::turn`].
+    /// commands run on the thread that writes the admin doorbell. If a write of the admin doorbell
+    /// starts a series of admin commands, the rest of the series runs in the next call of
+    /// [`Turns::turn`].
     ///
     /// The caller decides when to sleep. So `polling` determines only how long interrupts are held.
     ///
@@ -403,12 +404,12 @@ impl Drop for Workers {
     }
 }
 
-/// Work of the I/O thread of a [driven](Pool::driven) pool, which the thread that created the pool
-/// executes.
+/// Work of the I/O thread of a [driven](Pool::driven) pool. The thread that created the pool
+/// executes it.
 ///
 /// Requests of the control plane to the worker (queue creation, release of memory) are also handled
-/// by [`turn`](Self::turn). So the calling thread must not block until such a request has been
-/// handled: that would be a deadlock.
+/// by [`turn`](Self::turn). So the calling thread must not wait for the end of one of these
+/// requests: that would be a deadlock.
 pub struct Turns {
     worker: Worker,
     control: ControlThread,

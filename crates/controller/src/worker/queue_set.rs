@@ -109,9 +109,10 @@ impl QueueSet {
         tail
     }
 
-    /// Fetches and starts a single command of a queue, which must have at least one. Before that,
+    /// Fetches and starts a single command of a queue that contains at least one. Before that,
     /// writes to the journal that the command is being started, and that `crashes` processes have
-    /// crashed with it. Returns 0 if there was no room for the command's completion.
+    /// crashed with this command in flight. Returns 0 if there was no room for the command's
+    /// completion.
     pub(crate) fn serve_one(
         &mut self,
         index: usize,

@@ -1,14 +1,14 @@
 //! Crash recovery of commands in flight, and detection of commands that crash the server process.
 //!
 //! The process after a crash (the second one) executes all commands that have a journal record
-//! again, at the same time. If it crashes as well, one of these commands may be the cause. So the
-//! third process executes them one at a time ([`Turn`]). If it crashes too, the command that was
-//! then in flight is not executed again, but completed with an error. Other commands are not
-//! affected. Commands without a record are fetched again. After a crash, the first burst of each
-//! queue is fetched one command at a time, and the journal contains the command that is being
-//! started. There is an exception: if a disk does not complete a command within [`LONGEST_TURN`],
-//! the next command is started nevertheless. If the process then crashes, the older command counts
-//! as the cause.
+//! again, at the same time. If the second process crashes as well, one of these commands may be the
+//! cause. So the third process executes them one at a time ([`Turn`]). If the third process crashes
+//! too, the command that was then in flight is not executed again, but completed with an error.
+//! Other commands are not affected. Commands without a record are fetched again. After a crash, the
+//! first burst of each queue is fetched one command at a time, and the journal contains the command
+//! that is being started. There is an exception: if a disk does not complete a command within
+//! [`LONGEST_TURN`], the next command is started nevertheless. If the process then crashes, the
+//! older command counts as the cause.
 //!
 //! Only crashes by a fault count ([`CauseOfDeath`](crate::CauseOfDeath)). Kills by an administrator
 //! do not count, because the same commands may be in flight at several kills without being the
