@@ -886,7 +886,7 @@ fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
 }
 
 /// The host requests three pages, so PRP2 points to a list. The log page has only one page of data,
-/// which extends over two pages of the host.
+/// and these data extend over two pages of the host.
 #[test]
 fn a_log_page_shorter_than_asked_for_is_not_written_over_the_prp_list() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);

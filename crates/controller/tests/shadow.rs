@@ -389,7 +389,8 @@ fn a_trapped_invalid_head_counts_although_a_valid_one_follows_at_once() {
     }
 }
 
-/// Completes with the event of an invalid doorbell value.
+/// Waits for the completion of the Asynchronous Event Request, which must report an invalid
+/// doorbell value.
 fn expect_invalid_doorbell(host: &mut Host, admin: &mut Queue, what: &str) {
     let (cid, status, dw0) = host.wait(admin);
     assert_eq!((cid, status), (99, Status::SUCCESS), "{what}");

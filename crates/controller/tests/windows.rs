@@ -41,7 +41,7 @@ fn an_event_request_waits_for_an_event() {
     for event in 0..limit {
         host.submit(&mut admin, &Sqe::new(0x0c, 1000 + u16::from(event), 0));
     }
-    // Later commands complete while the event requests wait.
+    // Later commands complete while the Asynchronous Event Requests wait.
     let (status, _) = host.run(&mut admin, Sqe { cdw10: 7, ..Sqe::new(0x0a, 0, 0) });
     assert!(status.is_success(), "{status}");
     assert_eq!(host.reap(&mut admin), None);

@@ -61,7 +61,7 @@ impl ImageBytes {
             block_size,
         );
         let shared = FileShared {
-            // `true`: this handle must not release the lock of the file, which belongs to `image`.
+            // `true`: the lock of the file belongs to `image`, so this handle must not release it.
             handle: OpenHandle::new(&file, &flusher, true),
             flusher,
             waits: waits(&file),
@@ -77,8 +77,7 @@ impl ImageBytes {
             full: AtomicU64::new(0),
             no_zero_range: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
-            // An NVMe generic character device holds only raw disks, so this file is no such
-            // device.
+            // This file is no NVMe generic character device, because these hold only raw disks.
             namespace: None,
             zeroes: zeroes()?,
             #[cfg(feature = "scripted")]

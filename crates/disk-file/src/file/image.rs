@@ -77,9 +77,9 @@ impl ImageFile {
         Self::open_at(path, At::Named(named), mode, LockWait::While(wait))
     }
 
-    /// Returns an `O_PATH` descriptor of the image, which gives no access to its content. After a
-    /// crash of this process, the next process opens the image by this descriptor, even if the file
-    /// was renamed.
+    /// Returns an `O_PATH` descriptor of the image. This descriptor gives no access to the image's
+    /// content. After a crash of this process, the next process opens the image by this descriptor,
+    /// even if the file was renamed.
     ///
     /// # Errors
     /// The system's error.
@@ -419,8 +419,8 @@ pub(super) enum LockWait<'a> {
     /// Wait as long as the callback returns true.
     While(Wait<'a>),
 }
-/// Calls `attempt`, and repeats the call while it fails with an error of kind `passing` and
-/// `lock_wait` permits further waiting.
+/// Calls `attempt` again and again, while it fails with an error of kind `passing` and `lock_wait`
+/// permits further waiting.
 fn retry_while<T>(
     passing: io::ErrorKind,
     lock_wait: LockWait<'_>,

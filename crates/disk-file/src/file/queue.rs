@@ -344,8 +344,8 @@ impl Queue for FileQueue {
 }
 
 impl Drop for FileQueue {
-    /// Prevents further wake-ups of the thread for this queue. The drop of the ring, which follows,
-    /// ends the requests.
+    /// Prevents further wake-ups of the thread for this queue. Then the ring is dropped, which ends
+    /// the requests.
     fn drop(&mut self) {
         self.requester.close();
         self.ring.quieten();

@@ -98,7 +98,7 @@ fn call(
 ) -> io::Result<libc::c_int> {
     loop {
         // SAFETY: `flock` is plain data for which zeroes are valid values. The structure outlives
-        // the call, which reads and writes only it.
+        // the system call, and the call accesses no other memory.
         let (outcome, found) = unsafe {
             let mut lock: libc::flock = std::mem::zeroed();
             lock.l_type = kind as libc::c_short;

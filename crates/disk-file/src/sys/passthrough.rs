@@ -168,8 +168,8 @@ impl Namespace {
         })
     }
 
-    /// Executes a call by `ioctl`, which waits until the call has ended. Returns the number of
-    /// transferred bytes, or a negative error number: `EINVAL` if the call has several `iovec`s.
+    /// Executes a call by `ioctl`, and waits until it has ended. Returns the number of transferred
+    /// bytes, or a negative error number: `EINVAL` if the call has several `iovec`s.
     ///
     /// # Safety
     /// The memory of the call's `iovecs` must be valid, and writable for a read.

@@ -123,7 +123,7 @@ struct Blocking {
     direct: bool,
     /// True if threads cannot be used, for example for lack of file descriptors.
     off: bool,
-    /// Policy of inline writes, which the thread of the ring executes itself.
+    /// Policy of inline writes, the writes that the ring's thread executes itself.
     inline: InlineWrites,
     /// Scratch list of the slots whose calls io_uring has returned because they would block.
     retries: Vec<u32>,
@@ -371,9 +371,10 @@ impl<T> Ring<T> {
         let for_threads = self.is_for_threads(kind);
         let nowait = match kind {
             Kind::Read => self.blocking.direct,
-            // io_uring makes the direct writes. If such writes would block, the kernel executes
-            // them one after another, because it locks a regular file for each, so they occupy at
-            // most one of its workers. Several threads would only wait for that lock.
+            // io_uring makes the direct writes. If direct writes would block, they occupy at most
+            // one of the kernel's worker threads, because the kernel locks a regular file for each
+            // write, and so executes them one after another. Several threads would only wait for
+            // that lock.
             Kind::Write { .. } => !self.blocking.direct,
             _ => false,
         };

@@ -42,7 +42,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// descriptor.
 const FILES: u64 = 1024;
 
-/// Queue number in the user data of cancellations, which belong to no queue.
+/// Queue number in the user data of cancellations: these belong to no queue.
 const NO_QUEUE: u16 = u16::MAX;
 const QUEUE_MASK: u64 = ((1 << QUEUE_BITS) - 1) << INDEX_BITS;
 
