@@ -190,8 +190,8 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         write(&mut *queue, 0, &[1; 4096]).unwrap();
         write(&mut *queue, 4096, &[2; 4096]).unwrap();
         flush(&mut *queue).unwrap();
-        // The writes overlap, and each is submitted after the previous one has completed. One of
-        // them has FUA.
+        // The writes overlap, and each is submitted after the previous one has completed. The third
+        // write has FUA.
         write(&mut *queue, 0, &[3; 4096]).unwrap();
         write(&mut *queue, 512, &[4; 512]).unwrap();
         write_durably(&mut *queue, 1024, &[5; 512]).unwrap();
@@ -403,8 +403,8 @@ fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
 }
 
 /// The unflushed writes exceed the limit of the option `replay`. So the disk sends flushes
-/// automatically, and further writes wait for them. A server that is about to end refuses such a
-/// flush, which is sent to the next server.
+/// automatically, and further writes wait for them. If a server that is about to end refuses an
+/// automatic flush, the disk sends the flush to the next server.
 #[test]
 fn an_automatic_flush_that_an_ending_server_refuses_is_sent_again() {
     let fake = Fake::new(MIB, ALL);

@@ -42,7 +42,7 @@ pub(crate) struct NvmeQueue {
     small: BufferPool,
     large: BufferPool,
     dma: DmaShare,
-    /// Driver buffers of ended zero-copy commands, kept for later commands to save allocations.
+    /// Driver buffers of ended zero-copy commands, for reuse by later commands.
     used: Vec<Buffer>,
     /// Requests that have not ended. Those in the waiting list have commands that are not submitted
     /// yet.
@@ -171,7 +171,7 @@ impl NvmeQueue {
         let task = self.tasks.get_mut(part.task)?;
         let mut outcome = outcome(status);
         if part.in_place {
-            // The number of kept buffers is limited to the number of commands that can be in
+            // The number of buffers for reuse is limited to the number of commands that can be in
             // flight.
             if let Some(buffer) = buffer
                 && self.used.len() < self.parts.len()

@@ -19,7 +19,7 @@ use std::time::Instant;
 use zerocopy::IntoBytes;
 
 /// Record of the requests that have reached the disk of the SSD, and the error that the test
-/// injects there.
+/// injects into them.
 #[derive(Debug, Default)]
 struct Recorded {
     /// Requests, each with the addresses of its data in the memory of this process.

@@ -148,8 +148,8 @@ fn apply(file: &mut Vec<u8>, change: &Change, mut keeps: impl FnMut() -> bool) {
 }
 
 impl Workload {
-    /// Checks the image after a crash that has left the content `file`. The results of the first
-    /// `kept` requests must be there. The first `started` requests may have had an effect.
+    /// Checks the image after a crash that has left the content `file`. The image must contain the
+    /// results of the first `kept` requests. The first `started` requests may have had an effect.
     fn check(&self, path: &Path, file: &[u8], kept: usize, started: usize, context: &str) {
         std::fs::write(path, file).unwrap();
         let name = path.to_str().unwrap();

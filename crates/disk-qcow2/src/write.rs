@@ -9,8 +9,8 @@
 //! later ones are present. So a new table is durable before an entry refers to it. If a part of a
 //! cluster with old content is written to a new location, the copy is also durable before the L2
 //! entry refers to it; otherwise the old content could be lost. A cluster without old content needs
-//! no sync if it is in a new part of the file, which is durably zero. For the order of reference
-//! counts, see [`refcount`](crate::refcount).
+//! no sync if it is in a new part of the file, because new parts are durably zero. For the order of
+//! reference counts, see [`refcount`](crate::refcount).
 
 use crate::format::{Format, Kind, Meta};
 use crate::refcount::Span;
@@ -281,7 +281,7 @@ impl Format {
         Ok(())
     }
 
-    /// Writes the entries of adjacent clusters, which are in one slice of one table.
+    /// Writes the entries of adjacent clusters. All of these entries are in one slice of one table.
     fn set_entries(&self, meta: &mut Meta, first: u64, entries: &[Cluster]) -> io::Result<()> {
         let (layout, size) = (&self.layout, self.layout.entry);
         let Some((table, true)) = self.table(meta, first)? else {

@@ -307,7 +307,7 @@ fn invalid_cluster_offsets_are_not_accessed() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     let l2 = tables.l2;
-    // The table entry refers to a place beyond the end of the file, which has no refcount, or to an
+    // The table entry contains an offset beyond the end of the file, which has no refcount, or an
     // unaligned offset.
     for (what, place) in [("behind", 1 << 30), ("unaligned", 8 * CLUSTER + 512)] {
         let len = tables.bytes.len() as u64;

@@ -153,8 +153,9 @@ fn the_locks_of_an_image_are_those_of_qemu() {
             for second_is_ours in [true, false] {
                 let seconds = if second_is_ours { &ours[..] } else { &qemus[..] };
                 for second in seconds.iter().copied() {
-                    // Both programs would write to the same overlay. The lock of the overlay would
-                    // then exclude one of them, and not the lock of the base image.
+                    // Both programs would write to the same overlay. Then the overlay's lock would
+                    // exclude the second program, and the lock of the base image would not be
+                    // tested.
                     if (first, second) == (Use::Base, Use::Base) {
                         continue;
                     }

@@ -1,4 +1,4 @@
-//! Stopped state of a disk, which its queues and the control plane share.
+//! Stopped state of a disk, shared by the disk's queues and the control plane.
 
 use parking_lot::Mutex;
 use shadowbell_disk::{CompletionQueue, DiskError, Stopped, notify_resize};

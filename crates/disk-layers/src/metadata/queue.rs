@@ -20,8 +20,8 @@ use std::sync::Arc;
 const BUFFER_LEN: usize = 64 << 10;
 const MAX_POOLED: usize = 64;
 /// Longest request without data transfer (such as Write Zeroes) to submit at once, in bytes. The
-/// queue's thread processes the metadata of such a request, and its data if they are checked, so a
-/// longer one would delay other requests.
+/// queue's thread processes the metadata of the whole range, and its data if they are checked, so a
+/// longer request would delay other requests.
 const LONGEST: u64 = 1 << 20;
 /// Maximum number of metadata bytes that are written without the rest of their block, if the disk
 /// below supports such writes.

@@ -176,7 +176,7 @@ impl Fake {
     }
 
     /// Ends the server in order, as on SIGTERM: it accepts no connection, refuses requests, and
-    /// runs until its clients have disconnected. The data are kept.
+    /// runs until its clients have disconnected. The export's data remain.
     pub(crate) fn end_in_order(&mut self) {
         self.change(|manner| manner.is_ending = true);
         let Some((listener, thread)) = self.listener.take() else { return };
