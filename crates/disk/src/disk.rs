@@ -216,8 +216,8 @@ pub trait Queue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
 
     /// Starts a request like [`submit`](Self::submit) on a disk whose blocks have
-    /// [metadata](crate::DiskInfo::metadata). On such a disk, plain `submit` transfers no metadata
-    /// and checks none. Default: [`DiskError::Unsupported`].
+    /// [metadata](crate::DiskInfo::metadata). On a disk with metadata, plain `submit` transfers no
+    /// metadata and checks none. Default: [`DiskError::Unsupported`].
     fn submit_with_metadata(
         &mut self,
         tag: u32,
@@ -294,8 +294,8 @@ pub trait Queue {
     }
 
     /// Longest request without data (write zeroes, discard, verify) to submit at once, in bytes. A
-    /// disk that executes such a request inline blocks the thread meanwhile. The caller therefore
-    /// splits a longer request into pieces of this length, and does other work between them. At
+    /// disk that executes a request inline blocks the thread meanwhile. The caller therefore splits
+    /// a longer request into pieces of this length, and does other work between the pieces. At
     /// least one logical block. Default: no limit.
     fn longest_inline(&self) -> u64 {
         self.inner().map_or(u64::MAX, |inner| inner.longest_inline())
@@ -375,13 +375,13 @@ pub trait Queue {
     }
 
     /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`).
-    /// Such a descriptor signals each event, but stays readable.
+    /// An edge-triggered descriptor signals each event, but stays readable.
     fn wakes_by_edges(&self) -> bool {
         self.inner().is_some_and(|inner| inner.wakes_by_edges())
     }
 
     /// True if other queues of the thread may have the same [wake descriptor](Self::wake_fd). The
-    /// descriptor stays open as long as one of these queues exists.
+    /// descriptor stays open as long as any queue with this descriptor exists.
     fn shares_wake_fd(&self) -> bool {
         self.inner().is_some_and(|inner| inner.shares_wake_fd())
     }

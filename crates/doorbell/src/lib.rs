@@ -100,7 +100,7 @@
 //! register is out of date at that time, because the host writes it only on request.
 //!
 //! **Never write the shadow entry.** A controller could copy every trapped value to the entry, to
-//! have a single source. But doorbell writes can be posted writes. When such a write arrives, the
+//! have a single source. But doorbell writes can be posted writes. When a posted write arrives, the
 //! entry may be two updates ahead: the copy would move the tail backwards and lose the updates in
 //! between.
 //!

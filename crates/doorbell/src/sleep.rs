@@ -75,8 +75,7 @@ impl<C: Cell, F> Drop for Declared<'_, C, F> {
     }
 }
 
-/// First phase of a round, which is an attempt to sleep: arms every source that has to wake the
-/// sleeper.
+/// First phase of a round (an attempt to sleep): arms every source that has to wake the sleeper.
 #[derive(Debug)]
 #[must_use = "arm every doorbell, then execute the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {
@@ -157,8 +156,8 @@ pub struct Asleep<'a, C: Cell, F = FullFence> {
 
 impl<C: Cell, F> Asleep<'_, C, F> {
     /// Keeps the sleeper asleep after this call, until [`Sleeper::rise`]. Used if the sleeper is
-    /// not a thread, but one of the objects that a thread serves. The thread ignores such an object
-    /// until one of its doorbells is written.
+    /// not a thread, but an object that a thread serves. The thread ignores this object until one
+    /// of the object's doorbells is written.
     ///
     /// The wakers' signal identifies the object to the thread. The signal may come from a kick
     /// before the last `rise`, so the thread has to check the object even if it is not asleep.

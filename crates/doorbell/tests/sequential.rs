@@ -98,8 +98,8 @@ impl Host {
     }
 }
 
-/// Executes the example in the documentation of the crate, which is only compiled there, because
-/// loom would need a model around it.
+/// Executes the example of the crate's documentation. As a documentation test, the example is only
+/// compiled, because loom would need a model around it.
 #[test]
 fn the_documentation_example_works() {
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();

@@ -32,7 +32,7 @@ pub(crate) struct Attached {
 /// Attaches to the controller; retries once if the controller reports a fatal status.
 ///
 /// The first DMA of the controller can hit a stale IOMMU translation of the previous driver, right
-/// after the device has changed owners. A controller reset removes such leftovers.
+/// after the device has changed owners. A controller reset removes stale translations.
 pub(crate) fn attach(
     transport: Arc<dyn Transport>,
     options: &AttachOptions,

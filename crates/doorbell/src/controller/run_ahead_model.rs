@@ -238,7 +238,7 @@ fn the_quiet_depth_is_independent_of_the_ring_position() {
 #[test]
 fn the_promise_is_exact_and_the_model_can_fail() {
     // EventIdx does not move while it is at most a quarter of the ring behind the last value seen.
-    // From there, one command more than `quiet_depth` makes the tail pass it.
+    // From this distance, the tail passes EventIdx after `quiet_depth` plus one commands.
     for entries in [4, 5, 8, 12, 16, 32] {
         for predicate in PREDICATES {
             let depth = quiet_depth(predicate, entries) + 1;

@@ -174,7 +174,8 @@ fn our_host_enables_under_load() {
 }
 
 /// This crate's host enables shadow doorbells while it submits. The ring is so small that the first
-/// values after the command equal the shadow entry at the time of its execution.
+/// doorbell values after Doorbell Buffer Config equal the shadow entry at the time when that
+/// command was executed.
 #[test]
 fn our_host_wraps_to_the_snapshot() {
     for predicate in PREDICATES {
@@ -453,8 +454,8 @@ fn a_second_configuration_under_load_takes_over_the_pending_value() {
 }
 
 /// Before the command, the new entry is zero, or has the position that the host stored last, or the
-/// position before that. The host's first update after the command stores zero, because the ring
-/// ends there. If the entry already is zero, only the register shows the update.
+/// position before that. The last position is the end of the ring, so the host's first update after
+/// the command stores zero. If the entry already is zero, only the register shows the update.
 #[test]
 fn a_second_configuration_keeps_what_was_rung_just_before() {
     for predicate in PREDICATES {

@@ -166,8 +166,9 @@ fn a_parked_queue_is_woken() {
     }
 }
 
-/// Two concurrent doorbell writes for a parked queue. One of them may send no message, because the
-/// message of the other is enough. Between them, the queue may be woken and parked again.
+/// Two concurrent doorbell writes for a parked queue. Only one of the two writers may send a
+/// message, because one message is enough. Between the writes, the queue may be woken and parked
+/// again.
 #[test]
 fn two_doorbell_writes_for_a_parked_queue_lose_no_wakeup() {
     explore(Some(2), || {

@@ -91,7 +91,7 @@ pub(crate) struct Core {
     pub(super) stats: QueueStats,
     pub(super) failed: Option<Arc<str>>,
     /// Tag dwords by slot, for commands with [`TagSource::Given`](crate::command::TagSource). Empty
-    /// until the first such command.
+    /// until the first command of this kind.
     pub(super) tags: Box<[Tags]>,
 }
 

@@ -94,7 +94,7 @@ fn namespaces_are_read_again_when_they_change() {
     assert!(controller.check().unwrap());
     assert_eq!(controller.namespace(2).unwrap().blocks(), 77);
     assert!(!controller.check().unwrap());
-    // The program still receives the event.
+    // The program also receives the event Namespace Attribute Changed.
     assert_eq!(controller.admin().take_events(), [AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED]);
     // An event of another type does not make the driver execute Identify again.
     fake.event(AsyncEvent::TEMPERATURE_THRESHOLD.dw0());
