@@ -67,7 +67,7 @@ impl DmaTable {
         self.chunks.is_empty()
     }
 
-    /// True if the page tables of the maps could exceed the limit. Threads that touch such memory
+    /// True if the page tables of the maps could exceed the limit. Threads that touch this memory
     /// have to count the touched places: see [`page_tables`].
     #[must_use]
     pub fn is_sparse(&self) -> bool {

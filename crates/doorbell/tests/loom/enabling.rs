@@ -454,7 +454,7 @@ fn a_second_configuration_under_load_takes_over_the_pending_value() {
 }
 
 /// Before the command, the new entry is zero, or has the position that the host stored last, or the
-/// position before that. The last position is the end of the ring, so the host's first update after
+/// position before that. The host is at the last position of the ring, so its first update after
 /// the command stores zero. If the entry already is zero, only the register shows the update.
 #[test]
 fn a_second_configuration_keeps_what_was_rung_just_before() {

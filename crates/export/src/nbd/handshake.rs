@@ -19,7 +19,7 @@ pub const ALLOCATION_CONTEXT: u32 = 1;
 /// Properties of the exported disk.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// Name of the export, which is also the default export.
+    /// Name of the export. The same export is the default export (the empty name).
     pub name: String,
     /// Description, as a line of text.
     pub description: String,
@@ -140,8 +140,8 @@ impl Handshake {
     pub const LONGEST: usize = MAX_OPTION as usize + 16;
 
     /// Processes input of the client, appends replies to `out`, and returns the number of bytes
-    /// used. The caller repeats the call with the remaining input and new input, until the result
-    /// is not [`Step::More`] or no bytes are used.
+    /// used. The caller calls this method again with the remaining input and new input, until the
+    /// result is not [`Step::More`] or no bytes are used.
     pub fn advance(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
         if self.skip > 0 {
             let here = self.skip.min(input.len() as u64);

@@ -1,12 +1,13 @@
-//! System calls without a safe interface: the commands of ublk, which use io_uring.
+//! System calls without a safe interface: the commands of ublk, sent through io_uring.
 //!
 //! The kernel accesses the memory of a command from its submission until its completion is
 //! collected. Therefore the type that submits a command owns that memory for this time: [`Control`]
 //! waits for each of its commands, and a [`Queue`] keeps the buffer of a tag while the kernel has
-//! the tag. When one of them is dropped, memory that the kernel may still use is leaked.
+//! the tag. The drop of a [`Control`] or a [`Queue`] leaks memory that the kernel may still use.
 //!
-//! A call on the image's file transfers data from or to memory of the kernel. An index in the
-//! ring's buffer table identifies that memory. So this process need not keep memory for the call.
+//! A read or write of the image's file transfers data to or from memory of the kernel. An index in
+//! the ring's buffer table identifies that memory. So this process need not own memory for the
+//! transfer.
 
 use super::wire::{
     ABORTED, ControlCommand, Descriptor, DeviceInfo, IoCommand, control, data_of, descriptors,
@@ -155,7 +156,7 @@ impl Device {
     }
 
     /// Copies the data of a write into `to`. Used for a device with zero copy, because the ublk
-    /// driver does not copy the data of such a device.
+    /// driver does not copy its data.
     pub(super) fn copy_from(&self, queue: u16, tag: u16, mut to: &mut [u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !to.is_empty() {
@@ -171,7 +172,7 @@ impl Device {
     }
 
     /// Copies the data of a read to the request's memory. Used for a device with zero copy, because
-    /// the ublk driver does not copy the data of such a device.
+    /// the ublk driver does not copy its data.
     pub(super) fn copy_to(&self, queue: u16, tag: u16, mut from: &[u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !from.is_empty() {

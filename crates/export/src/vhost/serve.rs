@@ -116,7 +116,7 @@ pub(super) struct ServedQueue<'a, F> {
     /// Request that waits for a slot.
     stalled: Option<u16>,
     chain: Chain,
-    /// Unused lists of segments, kept for their capacity.
+    /// Unused lists of segments, for reuse by later requests.
     spare: Vec<Segments>,
     /// Completed requests. The list is empty between uses, and keeps its capacity.
     done: Vec<(usize, Completed)>,

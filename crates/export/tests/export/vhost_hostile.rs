@@ -263,8 +263,8 @@ fn a_full_or_empty_eventfd_stalls_no_thread() {
     });
 }
 
-/// The available index announces more chains than the queue has entries. The guest can write such
-/// an index without the help of its VMM.
+/// The available index announces more chains than the queue has entries. The guest can write this
+/// index without the help of its VMM.
 #[test]
 fn an_invalid_available_index_keeps_no_thread_busy() {
     each_block_size(|| {

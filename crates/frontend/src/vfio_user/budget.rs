@@ -52,8 +52,8 @@ fn mappings(count: u64) -> u64 {
 }
 
 /// Number of descriptors for all clients: a quarter of the limit. Another quarter is for duplicates
-/// of these descriptors, which the next server process gets. The rest is for sockets, interrupts
-/// and disks.
+/// of these descriptors, for the next server process. The rest is for sockets, interrupts and
+/// disks.
 fn descriptors() -> u64 {
     use rustix::process::{Resource, getrlimit};
     getrlimit(Resource::Nofile).current.unwrap_or(MAX_DESCRIPTORS).min(MAX_DESCRIPTORS) / 4
