@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Range of a [`Mapping`], which the value keeps alive. A clone costs one atomic increment.
+/// Range of a [`Mapping`]. The mapping exists at least as long as this value. A clone costs one
+/// atomic increment.
 ///
 /// Every access is bounds-checked and copies the bytes, so a value that was read does not change
 /// any more. Two concurrent copies to the same bytes leave a mix of both, as with any DMA.

@@ -44,13 +44,14 @@ impl ViewChange {
         &self.view
     }
 
-    /// State of the memory `pieces` (address and length), which is resolved through `old`.
+    /// State of the memory `pieces` (address and length) that were resolved through `old`.
     pub(crate) fn state(
         &mut self,
         old: &View,
         mut pieces: impl Iterator<Item = (usize, usize)>,
     ) -> AfterChange {
-        // A log needs the I/O virtual addresses of later writes, which only the old view has.
+        // A log needs the I/O virtual addresses of later writes, and only the old view has these
+        // addresses.
         if self.view.table().is_logged() {
             return AfterChange::Unknown;
         }

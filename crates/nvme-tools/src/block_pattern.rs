@@ -29,7 +29,7 @@ pub(crate) enum Fault {
     OtherRun,
     /// Checksum mismatch.
     Corrupt,
-    /// Content that was written for another byte offset of the namespace, which is given here.
+    /// Content that was written for another byte offset of the namespace. The value is that offset.
     Misplaced(u64),
     /// Cells of different writes in one block: sequence numbers of the first cell and of the bad
     /// one.

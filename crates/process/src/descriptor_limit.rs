@@ -8,10 +8,10 @@ use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 use tracing::debug;
 
-/// Initial size of this process's descriptor table in the kernel, which takes half a megabyte. If
+/// Initial number of entries of this process's descriptor table in the kernel (half a megabyte). If
 /// the table is full, the kernel doubles it, and threads that open a file meanwhile wait for an RCU
-/// grace period of 10 to 30 ms. Such a wait of the thread that handles registers would delay all
-/// guests.
+/// grace period of 10 to 30 ms. If the thread that handles registers waited, all guests would be
+/// delayed.
 const TABLE_ENTRIES: u64 = 1 << 16;
 
 /// Limit of open files after [`raise`]; `None` if there is none.

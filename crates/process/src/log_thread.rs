@@ -1,7 +1,7 @@
 //! Asynchronous log output: a bounded queue of lines and the thread that writes them.
 //!
 //! The reader of the log may block: a stopped terminal, or a pipe that is not read. Threads that
-//! serve guests must not wait for such a reader. So lines are queued in memory, and one thread
+//! serve guests must not wait for a blocked reader. So lines are queued in memory, and one thread
 //! writes them. If the queue is full, lines are dropped and counted. The count is logged as soon as
 //! the queue has room.
 //!

@@ -97,7 +97,7 @@ impl CheckpointStore {
         self.put(key, &body, &fds)
     }
 
-    /// Sends changes of several items, which take effect together.
+    /// Sends changes of several items. The changes take effect together.
     ///
     /// # Errors
     /// As [`put`](Self::put).

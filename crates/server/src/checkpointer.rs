@@ -74,7 +74,7 @@ pub(super) struct UnattachedEntry {
 /// A controller in the checkpoint.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ControllerEntry {
-    /// Index of the controller, which is part of the keys of its items.
+    /// Index of the controller. The keys of the controller's items contain it.
     pub(super) index: usize,
     /// Configuration of the controller. Its list of disks may be outdated; `disks` is decisive.
     #[serde(rename = "asked")]

@@ -32,8 +32,8 @@ pub(super) fn of_controller(served: &ServedController, threads: usize) -> u64 {
 }
 
 /// Number of open files that the clients of an export may need. Each queue of a guest has a thread
-/// that opens its own queue of the disk. An NBD client opens a few connections, and each connection
-/// also has such a thread.
+/// that opens its own queue of the disk. An NBD client opens a few connections, and the thread of
+/// each connection also opens its own queue.
 fn of_export(export: &ExportConfig, disk: Option<Arc<dyn Disk>>) -> u64 {
     let queues = u64::from(export.queues.unwrap_or(MAX_DEFAULT_QUEUES));
     OF_CLIENT + queues * OF_EXPORT_QUEUE + of_queues(disk, queues)

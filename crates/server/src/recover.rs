@@ -9,7 +9,7 @@
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
 //! `shadowbell_disk_file::recover`. The wait has no time limit, because only the disk determines
-//! how long its I/O takes. For an upgrade, the old process has quiesced, so there is no such I/O.
+//! how long its I/O takes. For an upgrade, the old process has quiesced, so no I/O is in flight.
 //!
 //! Each controller is recovered by itself, the busiest first, on threads that may wait
 //! ([`recovery_job`](super::recovery_job)). A controller whose disks are not ready within a moment

@@ -130,8 +130,8 @@ impl Attempts {
         }
     }
 
-    /// Excludes an item from all further recoveries, because each of them would have to wait for
-    /// the fence of the dead process, which no checkpoint contains any more.
+    /// Excludes an item from all further recoveries. A recovery would have to wait for the fence of
+    /// the dead process, and no checkpoint contains this fence any more.
     pub(super) fn give_up(&self, slot: Slot) {
         self.set(slot, LIMIT + 1);
     }
@@ -199,8 +199,8 @@ impl Attempt<'_> {
         *self.alone.borrow_mut() = None;
     }
 
-    /// Calls `open`, which opens storage of the item. Once this process serves, the item is not
-    /// marked during the call.
+    /// Calls `open` to open storage of the item. If this process already serves, the item is not
+    /// marked while `open` runs.
     pub(super) fn open<T>(&self, open: impl FnOnce() -> T) -> T {
         self.opens.set(true);
         let serves = match &mut *self.attempts.opening.lock() {
@@ -222,7 +222,7 @@ impl Attempt<'_> {
         opened
     }
 
-    /// Calls `wait`, which waits for storage. The item is not marked during the call.
+    /// Calls `wait` to wait for storage. The item is not marked while `wait` runs.
     pub(super) fn pause<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.unmark();
         let waited = wait();

@@ -257,8 +257,8 @@ impl ControllerJob {
         builder::with_origin(requested, config.map_err(ConfigureError::into_error))
     }
 
-    /// Returns the listening socket of the checkpoint, which is found without decoding the client's
-    /// state; or else a new one.
+    /// Returns the listening socket of the checkpoint, without decoding the client's state. If the
+    /// checkpoint contains none, creates one.
     fn listener(&self, requested: &SocketConfig) -> anyhow::Result<Listener> {
         let item = self.items.get(&checkpoint_items::port(self.entry.index));
         let mut fds = item.into_iter().flat_map(|item| &item.fds);

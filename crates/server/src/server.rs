@@ -107,7 +107,7 @@ impl Server {
     }
 
     /// Starts the configured doorbell trace and latency measurement. If this process `is_next`
-    /// after another one, the previous process's trace file is kept.
+    /// after another one, the previous process's trace file is not overwritten.
     ///
     /// # Errors
     /// The file cannot be created.
@@ -174,7 +174,7 @@ impl Server {
         all
     }
 
-    /// Releases the locks of all disks, which this process does not access any more.
+    /// Releases the locks of all disks. After this, the process must not access the disks any more.
     pub(super) fn release_locks(&self) {
         self.disks().iter().for_each(|disk| disk.release_lock());
     }

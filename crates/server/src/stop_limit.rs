@@ -17,8 +17,8 @@ pub(super) struct StopLimit {
 }
 
 impl Drop for StopLimit {
-    /// Waits for the end of the thread, which may drop the last reference to a disk: a qcow2 image
-    /// then releases its unused clusters.
+    /// Waits for the end of the thread. The thread may drop the last reference to a disk: a qcow2
+    /// image then releases its unused clusters.
     fn drop(&mut self) {
         drop(self.ends.take());
         if let Some(thread) = self.thread.take() {

@@ -43,7 +43,7 @@ impl Tracer {
     }
 
     /// Starts a trace into a new file at `path`. If this process `is_next` after another one, the
-    /// previous process's file is kept.
+    /// previous process's file is not overwritten.
     ///
     /// # Errors
     /// The file cannot be created.

@@ -1,4 +1,4 @@
-//! Job: a queue pair that is kept at its queue depth.
+//! Job: a queue pair, and the loop that keeps it at its queue depth.
 
 use super::config::{LoadConfig, Slice};
 use super::io_source::{CheckSummary, IoSource};

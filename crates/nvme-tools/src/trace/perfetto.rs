@@ -147,7 +147,7 @@ struct TimeLine {
     posted: HashMap<(u16, Queue), u64>,
 }
 
-/// Writes the time line of `records`, which are sorted by time.
+/// Writes the time line of `records`. They must be sorted by time.
 ///
 /// # Errors
 /// `out` cannot be written.

@@ -11,8 +11,8 @@ use shadowbell_vfio_user::server::prepare_exchange;
 use tracing::warn;
 
 /// Number of instances for files, in addition to those of the shared I/O threads: for I/O threads
-/// of one controller, clients of exports, and other threads with disk queues. If there are more
-/// such threads, their disk queues use helper threads instead of io_uring.
+/// of one controller, clients of exports, and other threads with disk queues. If more threads open
+/// disk queues, these queues use helper threads instead of io_uring.
 const MORE_THREADS: usize = 64;
 /// Number of instances for signals to eventfds of VMMs, for each shared I/O thread. An instance
 /// signals one eventfd by one system call; a signal to an eventfd without an instance takes three.
