@@ -26,7 +26,7 @@ pub struct SglDescriptor {
 pub const TYPE_DATA_BLOCK: u8 = 0x0;
 /// Type 1h: bit bucket, for data that the controller reads from the medium and discards.
 pub const TYPE_BIT_BUCKET: u8 = 0x1;
-/// Type 2h: segment of descriptors, which is not the last one. The last descriptor in the segment
+/// Type 2h: segment of descriptors, except the last segment. The last descriptor in the segment
 /// describes the next segment.
 pub const TYPE_SEGMENT: u8 = 0x2;
 /// Type 3h: last segment.

@@ -57,7 +57,7 @@ pub(crate) struct DiskKind {
     pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
     /// Reason why a sandboxed process cannot open the disk.
     sandbox_conflict: fn(&str) -> Option<&'static str>,
-    /// True if only the specification, and never the storage, makes such a disk read-only.
+    /// True if only the specification, and never the storage, makes a disk of this kind read-only.
     pub(crate) states_read_only: bool,
     /// True if an I/O thread may have to wait for the disk.
     may_block: bool,

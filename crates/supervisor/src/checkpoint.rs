@@ -45,8 +45,7 @@ const LAST: u8 = 2;
 const PUT: u8 = b'p';
 /// Kind of piece: item with its body in the first descriptor.
 const PUT_MEMORY: u8 = b'm';
-/// Kind of piece: more descriptors of the previous item, which has more of them than fit into one
-/// packet.
+/// Kind of piece: further descriptors of the previous item, if they do not fit into one packet.
 const MORE: u8 = b'a';
 /// Kind of piece: key of an item to remove.
 const DELETE: u8 = b'd';
@@ -366,8 +365,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Returns whether the packet begins a transaction, and whether it ends one. Such a packet is a
-    /// complete transaction, and has the same effect if it is applied twice.
+    /// Returns whether the packet begins a transaction, and whether it ends one. If both are true,
+    /// the packet is a complete transaction, and applying it twice has the same effect as once.
     pub fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
         let flags = bytes.first().copied().unwrap_or_default();
         (flags & FIRST != 0, flags & LAST != 0)

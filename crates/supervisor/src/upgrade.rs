@@ -38,7 +38,7 @@ const OWN_EXECUTABLE: &str = "/proc/self/exe";
 
 impl Supervisor {
     /// Starts the next server process for an upgrade, or only for a check of one (`is_check`).
-    /// `permitted`: permissions and configuration of the next process, which take effect when the
+    /// `permitted`: permissions and configuration of the next process. They take effect when the
     /// running process has ended.
     pub(super) fn begin_upgrade(
         &mut self,
@@ -137,7 +137,8 @@ impl Supervisor {
         left.iter_mut().for_each(|left| left.death.is_quiesced = true);
         let pid = old.pid();
         log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
-        // The next process need not wait for the exit of the old one, which has released its locks.
+        // The next process need not wait for the exit of the old one, because the old one has
+        // released its locks.
         self.kill(old);
         self.replace(left);
     }
@@ -159,7 +160,8 @@ impl Supervisor {
         }
     }
 
-    /// Lets the next process recover the clients of the old one, which has ended or is ending.
+    /// Lets the next process recover the clients of the old process. The old process has ended or
+    /// is ending.
     pub(super) fn replace(&mut self, left: Option<Left>) {
         self.sockets.clear();
         self.died = Some(Instant::now());

@@ -359,8 +359,8 @@ impl Worker {
         self.process.ended()
     }
 
-    /// Ends the process with SIGABRT. The death then counts as a fault of the process, which a
-    /// command in flight may have caused.
+    /// Ends the process with SIGABRT. The death then counts as a fault of the process. A command in
+    /// flight may have caused this fault.
     pub(super) fn abort(&self) {
         // The exit of the process is handled by `reap_children`.
         self.process.signal(Signal::ABORT);

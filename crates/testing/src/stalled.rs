@@ -338,7 +338,7 @@ impl Mount {
     }
 
     /// Opens the file. The caller must neither close nor access the descriptor while the daemon
-    /// lives, because the call would hang.
+    /// lives: both would hang.
     ///
     /// # Panics
     ///

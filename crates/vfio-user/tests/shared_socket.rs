@@ -169,8 +169,8 @@ fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<TestDeviceState>,
     (server, path, shared, raw, poller)
 }
 
-/// Waits until both threads sleep. Each of them may still have to handle a message that the other
-/// one has received.
+/// Waits until both threads sleep. Each thread may still have to handle a message that the other
+/// thread has received.
 fn wait_idle(server: &Server, poller: &Poller) {
     poller.wait_asleep();
     eventually("the reactor sleeps", || sleeps(server.tid));

@@ -94,8 +94,9 @@ impl PortRecorder for Last {
     }
 }
 
-/// The checkpoint contains an unmap that waits while later messages are handled. It waits for
-/// accesses of the device, which end with the process. So the next process can reply to it at once.
+/// The checkpoint contains an unmap that waits while later messages are handled. The unmap waits
+/// for accesses of the device. These end with the process, so the next process can reply to the
+/// unmap at once.
 #[test]
 fn the_next_process_replies_to_an_unmap_that_was_overtaken() {
     let server = Server::start(Limits::default());

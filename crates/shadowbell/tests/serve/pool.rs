@@ -42,7 +42,7 @@ fn refused(server: &Server, verb: &str, options: &[&str], words: &str) {
     assert!(status == Some(2) && errors.contains(words), "{verb} {options:?}: {errors}");
 }
 
-/// Host of a controller, which fills each block of a namespace with one byte.
+/// Host of a controller. The host fills each block of a namespace with one repeated byte.
 struct Guest(Controller, QueuePair);
 
 impl Guest {

@@ -398,7 +398,7 @@ fn a_check_that_crashes_refuses_the_upgrade() {
     assert_eq!(log_count(&server, "is disconnected: "), 0, "{}", server.stderr());
 }
 
-/// Simulation of another program, which waits for the lock of an image. It gets the lock when the
+/// Simulation of another program that waits for the lock of an image, and gets the lock when the
 /// server process releases it.
 pub(crate) struct Thief {
     pub(crate) locked: std::sync::mpsc::Receiver<()>,

@@ -3,8 +3,8 @@
 //! If checkpoints are on, a message stays in the socket until it is executed. Then the reply is
 //! sent and the message is removed. If the process were killed between the two steps, the next
 //! process would not know which steps were done, and would send the reply twice or never. So one
-//! system call does both. io_uring executes submitted operations that do not block before the call
-//! returns, and a kill does not interrupt them.
+//! system call does both. io_uring executes submitted operations that do not block before the
+//! system call returns, and a kill does not interrupt them.
 
 mod sys;
 
@@ -16,7 +16,7 @@ use crate::Errno;
 use crate::descriptor::{Closer, PeerFd};
 
 /// Creates the io_uring instances of `count` reactors, before the process installs its system call
-/// filter, which forbids the creation of more. A reactor without an instance sends a reply and
+/// filter: the filter forbids the creation of more. A reactor without an instance sends a reply and
 /// removes its request in two system calls. Returns the number of instances: 0 if the system
 /// permits no io_uring with restrictions, which need Linux 5.10.
 pub fn prepare(count: usize) -> usize {

@@ -113,8 +113,8 @@ pub enum BindError {
 }
 
 impl BindError {
-    /// True if the same path may be usable later: its directory is missing, or a server that may
-    /// end listens there.
+    /// True if the same path may be usable later: its directory is missing, or another server
+    /// listens on it and may end.
     #[must_use]
     pub fn can_pass(&self) -> bool {
         match self {
@@ -151,7 +151,7 @@ pub struct BindOptions<'a> {
     /// Group of the socket file. `None`: that of the process.
     pub group: Option<u32>,
     /// Function that decides, by device and inode number, if a socket file without a listener is
-    /// replaced. `None`: every such file is replaced.
+    /// replaced. `None`: every socket file without a listener is replaced.
     pub replaces: Option<&'a dyn Fn((u64, u64)) -> bool>,
 }
 

@@ -178,7 +178,7 @@ impl Link {
     }
 
     /// Restores a link of [`save`](Self::save). All postponed unmaps count as ended: they waited
-    /// for accesses of the previous process, which has ended.
+    /// for accesses of the previous process, and this process has ended.
     pub(super) fn restore(saved: SavedLink, fds: &mut Descriptors) -> Result<Self, StateError> {
         let SavedLink { out, agreed, unmaps } = saved;
         let unmaps = unmaps.iter().filter_map(|(header, unmap)| {

@@ -529,10 +529,10 @@ impl Session {
     /// Receives messages on a second thread, and handles the writes that `write` accepts. All other
     /// data are left for a [turn](Self::turn) of the reactor.
     ///
-    /// Such writes need no checkpoint, because their effects survive a crash and they may be
-    /// repeated. They are removed from the socket after `write` has accepted them. With
+    /// The accepted writes need no checkpoint, because their effects survive a crash and they may
+    /// be repeated. They are removed from the socket after `write` has accepted them. With
     /// checkpoints, only posted writes are handled: a reply must be sent together with the removal
-    /// of its message, which only the reactor can do.
+    /// of its message, and only the reactor can do that.
     pub(super) fn poll_writes(
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
