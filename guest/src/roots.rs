@@ -1,4 +1,4 @@
-//! Root file systems that are downloaded from Debian and kept under `target/guest/` of the
+//! Root file systems that are downloaded from Debian and stored under `target/guest/` of the
 //! repository: one root with QEMU and the guest's programs, and one root for each guest kernel.
 //!
 //! Each root has a stamp that identifies its recipe. If the stamp is missing or different, the root
@@ -109,7 +109,7 @@ impl Roots {
         Ok(roots)
     }
 
-    /// Directory of everything that is kept between runs.
+    /// Directory for the files that later runs use again.
     pub fn directory(&self) -> &Path {
         &self.directory
     }

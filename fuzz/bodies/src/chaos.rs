@@ -224,8 +224,8 @@ impl Guest {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            // The disk completes requests only when the program calls for it, and the operation may
-            // wait for such a request.
+            // The disk completes requests only when the program does so explicitly, and the
+            // operation may wait for the end of a request.
             self.test_disk.state().complete_all();
         }
         panic!("{what}");

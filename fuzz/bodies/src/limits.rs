@@ -32,7 +32,7 @@ static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
 /// Path of the file to which a run under libFuzzer writes the number of steps, and the number of
-/// steps between two such writes.
+/// steps between two writes of this file.
 static REPORT: LazyLock<Option<OsString>> = LazyLock::new(|| std::env::var_os("BODIES_STEPS"));
 const OFTEN: u64 = 1024;
 

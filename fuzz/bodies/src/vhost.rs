@@ -634,8 +634,8 @@ fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
         let last = pieces.len() >= 5;
         let most = if last { left } else { 1 + source.below(left) };
         let most = if last { most } else { most.min(source.of(&[SECTOR, 1, 4096])) };
-        // The data may cross the border of two memory regions. The test accesses each region by its
-        // own mapping, so it splits them there.
+        // The data may cross the border of two memory regions. The test accesses each region by a
+        // mapping of its own, so it splits the data at the border.
         let border = REGIONS[2].0;
         let most = if at < border { most.min((border - at) as usize) } else { most };
         pieces.push((at, most));

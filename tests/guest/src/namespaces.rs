@@ -3,8 +3,8 @@
 //!
 //! The suite measures the time from a change until the server notifies the guest, and the time
 //! until the guest has updated its block device. The host takes all times. The server's trace
-//! contains the completion of the event, and the commands by which the guest reacts. The guest
-//! reports changes of its block device on a serial port.
+//! contains the completion of the Asynchronous Event Request, and the commands by which the guest
+//! reacts to the event. The guest reports changes of its block device on a serial port.
 
 use shadowbell_testing::wait::LIMIT;
 use std::fs;
@@ -43,7 +43,7 @@ struct Change {
 
 /// Times of a change that are in the server's trace, measured from the request.
 struct EventTimes {
-    /// Completion of the event.
+    /// Completion of the Asynchronous Event Request that reports the change.
     event: Duration,
     /// Completion of the last command by which the guest reacts to the event.
     reaction: Duration,

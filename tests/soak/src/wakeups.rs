@@ -1,4 +1,5 @@
-//! `cargo xtask soak wakeups`: exports of one disk, whose clients would notice a lost wakeup.
+//! `cargo xtask soak wakeups`: exports of one disk. The clients of the exports would notice a lost
+//! wakeup.
 //!
 //! Each client has one request in flight, so nothing else ends the sleep of a thread that misses
 //! its completion. In the first half of the time, two NBD clients share the disk with VMs that
@@ -9,8 +10,8 @@
 //! A request also takes long if a busy machine does not run the threads. A control thread with the
 //! priority of the clients sleeps for short times, and records when it was woken late, and for how
 //! long the server's threads were runnable without a CPU. A request counts as delayed by the
-//! machine if such delays, with the time for which its client was runnable without a CPU, cover
-//! half of its time. A thread that misses a wakeup is not runnable.
+//! machine if these delays, together with the time for which its client was runnable without a CPU,
+//! cover half of the request's time. A thread that misses a wakeup is not runnable.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;

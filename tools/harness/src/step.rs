@@ -139,8 +139,8 @@ fn run(
     let inode = rustix::fs::fstat(&output).context("the output")?.st_ino;
     command.stdin(Stdio::null()).stdout(end.try_clone().context("a pipe")?).stderr(end);
     let child = command.spawn();
-    // The value `command` contains a copy of the writing end of the pipe, which would keep the pipe
-    // open.
+    // The value `command` contains a copy of the writing end of the pipe. This copy would prevent
+    // the end of file at the reading end.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.with_context(|| command.get_program().display().to_string())?;
     let (sender, lines) = channel();

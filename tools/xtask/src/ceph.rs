@@ -178,7 +178,7 @@ impl Drop for Cluster {
                 && let Some(pid) = Pid::from_raw(pid)
             {
                 // The daemons are killed, because an orderly end would take long: each would wait
-                // for the others. They have no data that must be kept.
+                // for the others. Their data are not needed any more.
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
@@ -192,7 +192,7 @@ fn is_of(pid: i32, directory: &Path) -> bool {
     String::from_utf8_lossy(&line).contains(&*directory.to_string_lossy())
 }
 
-/// A TCP port that is free at the time of the call.
+/// A TCP port that is free at present.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

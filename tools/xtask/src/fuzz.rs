@@ -2,7 +2,7 @@
 //!
 //! An input of a target is called a program, because it encodes the steps of an untrusted side. The
 //! table at the end has a row for each target: the number of programs, the number of their steps,
-//! which the bodies write to a file, and libFuzzer's coverage.
+//! and libFuzzer's coverage. The bodies write the number of steps to a file.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

@@ -32,7 +32,7 @@ pub(super) enum FeatureOutcome {
     /// Payload of a reply that is sent when
     /// [`Migration::sync_log`](crate::migration::Migration::sync_log) has completed.
     Logs(Vec<u8>),
-    /// Report of the dirty page log, which is sent when
+    /// Report of the dirty page log. It is sent when
     /// [`Migration::sync_log`](crate::migration::Migration::sync_log) has completed.
     Log { report: LoggingReport, flags: u32 },
 }

@@ -28,8 +28,9 @@ use shadowbell_testing::wait::LIMIT;
 
 // Duration of a measurement. It is not a time limit.
 const TIME: Duration = Duration::from_millis(2000);
-/// Duration of the short run. Its CPU time is mostly for the start and the end of fio, which take
-/// almost a second in this guest. It is subtracted from the CPU time of the long run.
+/// Duration of the short run. The CPU time of this run is mostly for the start and the end of fio:
+/// together they take almost a second in this guest. It is subtracted from the CPU time of the long
+/// run.
 const SHORT_RUN: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
 /// Number of attempts to measure one turn.

@@ -1,8 +1,9 @@
-//! Attacks by descriptors of files on a client's FUSE file system, whose daemon does not answer.
+//! Attacks by descriptors of files on a client's FUSE file system. The file system's daemon does
+//! not answer.
 //!
-//! Nearly every system call on such a descriptor waits for the daemon, even `close`. This daemon
-//! answers only INIT, OPEN and GETATTR for other processes, so a process that closes the file
-//! hangs.
+//! Nearly every system call on one of these descriptors waits for the daemon, even `close`. This
+//! daemon answers only INIT, OPEN and GETATTR for other processes, so a process that closes the
+//! file hangs.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -78,7 +79,7 @@ impl SlowFile {
 
 impl Drop for SlowFile {
     fn drop(&mut self) {
-        // The end of the daemon closes the last descriptor of the FUSE connection, which ends the
+        // The end of the daemon closes the last descriptor of the FUSE connection, and so ends the
         // connection.
         self.daemon.kill();
         let _ = unmount(&self.path, UnmountFlags::DETACH);

@@ -30,7 +30,7 @@ pub(crate) enum Recorded {
     Replace,
 }
 
-/// Queue depths, all below the number of queue entries. One of them is recorded.
+/// Queue depths, all below the number of queue entries. The result of only one depth is recorded.
 const DEPTHS: [u32; 4] = [1, 8, 32, 120];
 const RECORDED_DEPTH: u32 = 32;
 /// Allowed difference from the recorded figures, in percent.
