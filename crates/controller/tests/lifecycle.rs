@@ -528,8 +528,7 @@ fn a_reset_that_exceeds_its_time_is_a_fatal_status() {
     host.enable();
 }
 
-/// Disk that reports orphans, which are requests that are still in flight although their queues
-/// were closed.
+/// Disk that reports orphans: requests that are still in flight although their queues were closed.
 #[derive(Debug)]
 struct Stalled {
     below: Arc<dyn Disk>,

@@ -47,7 +47,8 @@ fn an_event_request_waits_for_an_event() {
     assert_eq!(host.reap(&mut admin), None);
 }
 
-/// stornvme did not start a controller with 512 vectors, but did start those with 64 and 128.
+/// Windows' driver (stornvme) did not start a controller with 512 vectors, but started controllers
+/// with 64 and 128 vectors.
 #[test]
 fn a_controller_has_at_most_128_vectors() {
     let host = Host::new(&["mem:1MiB"], ADAPTIVE);

@@ -341,7 +341,7 @@ fn a_load_survives_repeated_kills_of_the_server() {
     }
 }
 
-/// One of several connections is lost, while the server holds requests of the others.
+/// One of several connections is lost, while the server holds requests of the other connections.
 #[test]
 fn requests_of_a_lost_connection_are_replayed() {
     let fake = Fake::new(MIB, ALL);
@@ -628,7 +628,8 @@ fn an_unmap_does_not_wait_for_reads_on_a_hung_server() {
     assert_eq!(read, [0; 2048], "a read wrote to unmapped memory");
 }
 
-/// On a server without flushes, a flush waits for orphans as well.
+/// With a server that does not support flushes, a flush of the disk waits for orphans, as with
+/// other servers.
 #[test]
 fn a_flush_waits_for_orphans_on_a_server_without_flushes() {
     let fake = Fake::new(MIB, ALL & !transmission::SEND_FLUSH);

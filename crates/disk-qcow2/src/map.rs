@@ -209,7 +209,7 @@ pub(crate) struct MapFill<'a> {
 }
 
 impl MapFill<'_> {
-    /// Clusters that have to be looked up after a request for these bytes: all clusters of a part
+    /// Clusters that have to be looked up after a request for a byte range: all clusters of a part
     /// that was never looked up, and in other parts only the unmapped clusters of the request.
     pub(crate) fn unknown(&self, offset: u64, len: u64) -> Vec<std::ops::Range<u64>> {
         let map = self.map;

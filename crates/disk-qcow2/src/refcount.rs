@@ -494,7 +494,7 @@ impl Refcounts {
         std::mem::take(&mut self.freed)
     }
 
-    /// Keeps freed clusters for the next sync, because this one has failed.
+    /// Adds freed clusters to the list again, for the next sync, because a sync has failed.
     pub(crate) fn keep_freed(&mut self, freed: Vec<Range<u64>>) {
         self.freed.extend(freed);
     }

@@ -205,8 +205,8 @@ impl Workload {
         self.lose_power(path, cut, &mut |_| random.below(8) < odds, &context);
     }
 
-    /// Number of those of the first `cut` changes that a sync has made durable: all up to and
-    /// including the last sync.
+    /// Number of durable changes among the first `cut` changes: all up to and including the last
+    /// sync.
     fn synced(&self, cut: usize) -> usize {
         let is_sync = |change: &Change| matches!(change, Change::Sync);
         self.changes[..cut].iter().rposition(is_sync).map_or(0, |at| at + 1)

@@ -158,7 +158,8 @@ pub enum OpenError {
         /// Error of the operating system.
         source: io::Error,
     },
-    /// State from another process belongs to a different disk than this specification.
+    /// The serialized state of another process belongs to another disk than the given
+    /// specification.
     #[error("{disk} cannot be taken over: {why}")]
     NotThatDisk {
         /// Name of the disk.

@@ -87,7 +87,7 @@
 //! **One source per doorbell.** Linux and SPDK do not shadow the admin queue, contrary to the
 //! specification; other hosts do, and commands may be in flight when the buffers are enabled. So
 //! the register is the source of the value until the controller reads a shadow entry that has
-//! *departed* from its initial value, which is that of the snapshot. From then on the entry is the
+//! *departed* from its initial value (the value in the snapshot). From then on the entry is the
 //! source for the lifetime of the queue, and a register write is only a wakeup. The host cannot
 //! return to the initial value unnoticed: it would have to submit a whole turn of the ring, for
 //! which the controller must fetch entries and so read the doorbell. For the same reason, the

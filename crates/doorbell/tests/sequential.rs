@@ -34,11 +34,11 @@ fn at_next_fence(peer: impl FnMut() + 'static) {
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// The host submits this number of entries, if there is room.
+    /// The host submits the given number of entries, or as many as the ring has room for.
     Submit(u32),
     /// The controller polls.
     Poll,
-    /// This number of fetched commands complete, if there are as many.
+    /// The given number of fetched commands complete, or all of them if there are fewer.
     Complete(u32),
     /// The controller goes to sleep, if it is idle.
     Sleep,

@@ -326,8 +326,8 @@ mod tests {
         });
     }
 
-    /// If a thread waits for its checks, the page tables exceed the limit at most by those of the
-    /// touches between two checks, however slow the checking thread is.
+    /// If a thread waits for the checks that it requests, the page tables exceed the limit at most
+    /// by the page tables of the touches between two checks, however slow the checking thread is.
     #[test]
     fn page_tables_are_bounded_if_callers_wait_for_the_check() {
         let _serial = SERIAL.lock();

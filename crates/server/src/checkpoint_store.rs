@@ -48,9 +48,9 @@ impl CheckpointStore {
         Ok(Self(Arc::new(Shared { link, outdated, state: Mutex::default() })))
     }
 
-    /// Sends the first items, which have descriptors and no body: [`OUTDATED`], by which
-    /// [`is_outdated`] recognizes an outdated checkpoint, and the two items `others`, each a key
-    /// and its descriptors.
+    /// Sends the first items: [`OUTDATED`], by which [`is_outdated`] recognizes an outdated
+    /// checkpoint, and the two items `others`, each a key and its descriptors. These items have
+    /// descriptors and no body.
     ///
     /// # Errors
     /// As [`put`](Self::put).

@@ -11,8 +11,8 @@
 //! sent before the list names it, and an item is removed from the list before it is deleted. A
 //! process that recovers uses new keys. Its list names the items of the dead process for each
 //! controller that is not recovered yet, and has the fence of the dead process too. While a
-//! namespace changes, the list names both the old and the new disk. A recovery uses the disk that
-//! the state of the controller names, because that is the one which the guest may have seen.
+//! namespace changes, the list names both the old and the new disk. A recovery uses the disk in the
+//! state of the controller, because the guest may have seen this disk.
 
 use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Served};
 use super::checkpoint_store::CheckpointStore;

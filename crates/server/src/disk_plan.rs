@@ -1,5 +1,5 @@
-//! Comparison of the exports of a configuration, and of its disks that no controller has, with
-//! those of a running server: the steps that lead to the configuration.
+//! Plan for exports, and for disks without a controller: the steps from a running server's exports
+//! and disks to those of a configuration.
 //!
 //! Everything that can be refused is refused before the first step, as far as it is known then.
 
@@ -111,8 +111,8 @@ impl DiskPlan {
     /// Refuses a plan whose steps would fail, as far as this is known.
     ///
     /// # Errors
-    /// A FUSE file, which no configuration names, uses a disk that is removed or replaced, or
-    /// writes a disk that a new export would write as well.
+    /// A FUSE file uses a disk that is removed or replaced, or writes a disk that a new export
+    /// would write as well. (FUSE files are in no configuration.)
     pub(super) fn check(&self, changes: &Changes) -> anyhow::Result<()> {
         let all = changes.exports().wanted();
         for file in all.iter().filter(|export| export.fuse.is_some()) {

@@ -63,13 +63,13 @@ pub(super) fn check(losses: &[Loss], forced: bool) -> anyhow::Result<()> {
 /// Effect of a change of a disk on its connected clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// Clients lose nothing. Those of exports see the change when they connect again.
+    /// Clients lose nothing. Clients of exports see the change when they connect again.
     None,
-    /// Clients find something else: `4 KiB instead of 1 MiB`.
+    /// Clients find other content or another size: `4 KiB instead of 1 MiB`.
     Content(String),
     /// Clients cannot write any more.
     ReadOnly,
-    /// Clients of exports are disconnected, and can connect again. Those of controllers lose
+    /// Clients of exports are disconnected, and can connect again. Clients of controllers lose
     /// nothing.
     Reconnect,
 }
@@ -99,7 +99,8 @@ impl Effect {
     }
 }
 
-/// Function that returns what the connected clients of a disk lose by a change with this effect.
+/// Function that returns the losses of a disk's connected clients by a change with the given
+/// effect.
 type Losses<'a> = dyn Fn(&Effect) -> Vec<Loss> + 'a;
 
 /// Guard of a change of one disk.

@@ -47,12 +47,11 @@
 //! | `tracer` | doorbell trace and latency measurement |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
-//! Threads: the I/O threads; one reactor for all vfio-user sockets; one that formats log lines for
-//! events; one that writes the log, so that a blocked terminal cannot block a guest (see
-//! `shadowbell_process::logging`); one for the control socket; one that resizes disks whose storage
-//! reports a new size; one that searches for stalled disks; and the main thread, which waits for
-//! signals. Without clients no thread wakes up by a timer, except the search for stalled disks,
-//! once a minute.
+//! Threads: the I/O threads; the reactor for all vfio-user sockets; the event log (formats log
+//! lines for events); the log (writes lines, so that a blocked terminal cannot block a guest, see
+//! `shadowbell_process::logging`); the control socket; the watch for resized disks; the search for
+//! stalled disks; and the main thread (waits for signals). Without clients no thread wakes up by a
+//! timer, except the search for stalled disks, once a minute.
 #![forbid(unsafe_code)]
 
 mod ana;

@@ -1,17 +1,17 @@
 //! Number of server processes that died by a fault while they recovered a controller or a disk.
 //!
 //! A recovery that crashes the process would crash each next process too, and so all clients would
-//! lose their controllers. So the checkpoint has a table in a memfd, which outlives each process: a
-//! byte for each item that is recovered. A thread marks the byte while it recovers the item, but
-//! not while it waits for storage. Once the process serves, the byte is also not marked while
-//! storage is opened, because an open may hang, and the process may die meanwhile for another
-//! reason. The next process counts a death for each marked byte, if the process died by a fault.
-//! After one death the item is a suspect: no two suspects are recovered at once, so the next death
-//! shows which of them is the cause. After [`LIMIT`] deaths the item's client is dropped, and after
-//! one more death the item is not accessed any more. Several items may cause deaths in turn, and
-//! deaths may have no known cause. The supervisor counts all deaths, and discards the checkpoint
-//! after the seventh. It sends its count to each process, which drops the clients of all suspects
-//! before the seventh death.
+//! lose their controllers. So the checkpoint has a table with a byte for each item that is
+//! recovered. The table is in a memfd, so it outlives each process. A thread marks the byte while
+//! it recovers the item, but not while it waits for storage. Once the process serves, the byte is
+//! also not marked while storage is opened, because an open may hang, and the process may die
+//! meanwhile for another reason. The next process counts a death for each marked byte, if the
+//! process died by a fault. After one death the item is a suspect: no two suspects are recovered at
+//! once, so the next death shows which suspect is the cause. After [`LIMIT`] deaths the item's
+//! client is dropped, and after one more death the item is not accessed any more. Several items may
+//! cause deaths in turn, and deaths may have no known cause. The supervisor counts all deaths, and
+//! discards the checkpoint after the seventh. It sends its count to each process, so that a process
+//! drops the clients of all suspects before the seventh death.
 
 use super::checkpoint_items;
 use parking_lot::{Mutex, MutexGuard};
@@ -31,13 +31,14 @@ pub(super) const ATTEMPTS: &str = "attempts";
 
 /// Number of deaths after which a controller is recovered without its client.
 pub(super) const LIMIT: u8 = 3;
-/// A suspect is assumed to have caused all deaths in the supervisor's count except this number. So
-/// the clients of suspects are dropped two deaths before the supervisor discards the checkpoint.
+/// Number of deaths in the supervisor's count that suspects are assumed not to have caused. A
+/// suspect counts as the cause of all other deaths. So the clients of suspects are dropped two
+/// deaths before the supervisor discards the checkpoint.
 const OTHERS: u8 = 2;
 /// Flag bit of an item's byte: its recovery is in progress.
 const MARK: u8 = 0x80;
-/// Time for which the recovery of a suspect waits for those of other suspects, one of which may
-/// hang.
+/// Maximum time for which the recovery of a suspect waits for the recoveries of other suspects. A
+/// recovery may hang.
 const ALONE: Duration = Duration::from_secs(10);
 /// Log text after a failed access to the table: the consequence of the failure.
 const NOT_COUNTED: &str = "a crash during a recovery will not be attributed to its controller";
@@ -101,8 +102,8 @@ impl Attempts {
         self.table.as_fd()
     }
 
-    /// Number of deaths that is compared with [`LIMIT`]: those counted for this item, or more for a
-    /// suspect if the supervisor has counted many deaths.
+    /// Number of deaths that is compared with [`LIMIT`]: the number counted for this item, or a
+    /// larger number if the item is a suspect and the supervisor has counted many deaths.
     pub(super) fn deaths(&self, slot: Slot) -> u8 {
         match self.counted(slot) {
             0 => 0,

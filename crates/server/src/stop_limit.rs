@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use tracing::error;
 
-/// Thread that ends the process after a time limit, and before that logs the disks that have not
+/// Thread that ends the process after a time limit. Before that, it logs the disks that have not
 /// answered, with the number of their requests. A drop ends the thread.
 pub(super) struct StopLimit {
     ends: Option<Sender<Infallible>>,
@@ -28,8 +28,8 @@ impl Drop for StopLimit {
 }
 
 impl StopLimit {
-    /// Starts the thread, which ends the process a little earlier than `limit`, at which the
-    /// supervisor would kill it.
+    /// Starts the thread. It ends the process a little before `limit`, the time at which the
+    /// supervisor would kill the process.
     ///
     /// # Errors
     /// The thread cannot be started.

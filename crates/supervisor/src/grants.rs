@@ -1,8 +1,8 @@
 //! Grants: everything that the server processes of this supervisor may open, create and remove.
 //!
-//! Grants come from the command line, from the configuration file (read at the start, at SIGHUP
-//! and at an upgrade that a client of the supervisor requests), and from files that `shadowbell
-//! ctl` has opened and passed to the supervisor. No message of a server process adds one.
+//! Grants come from the command line, from the configuration file (read at the start, at SIGHUP and
+//! at an upgrade that a client of the supervisor requests), and from files that `shadowbell ctl`
+//! has opened and passed to the supervisor. No message of a server process adds a grant.
 //!
 //! An image is identified by a descriptor that the supervisor opened by a granted path, and holds
 //! as long as a checkpoint contains the disk. A configured path is resolved once. Other

@@ -19,7 +19,7 @@ use shadowbell_harness::Report;
 use shadowbell_hostile::server::{LogReader, Server, Setup};
 use shadowbell_hostile::watch::{Usage, usage};
 
-/// One in this many controllers belongs to an attacker.
+/// Ratio of all controllers to those of attackers.
 const HOSTILE: usize = 8;
 /// Number of threads that run the honest guests.
 const DRIVERS: usize = 4;

@@ -84,7 +84,7 @@ pub(crate) struct SlotMap {
     persistence: Persistence,
     slots: Vec<SlotState>,
     random: Random,
-    /// One in this many commands is a flush; 0: none.
+    /// Ratio of all commands to flushes; 0 for no flushes.
     flush_every: u64,
     since_flush: u64,
 }

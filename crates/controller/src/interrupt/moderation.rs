@@ -30,11 +30,11 @@ use std::time::{Duration, Instant};
 const MAX_TARGET: u32 = 64;
 /// Number of interrupts between two probes: initial and maximum.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
-/// A run of submissions ends when the host has not submitted for this multiple of its pace (the
-/// usual time between two submissions).
+/// Pause that ends a run of submissions, as a multiple of the host's pace (the usual time between
+/// two submissions).
 const PACES: u32 = 12;
-/// Factor by which the maximum hold time is longer while the host is still submitting, because it
-/// does not wait for completions then.
+/// Factor for the maximum hold time while the host is submitting: a submitting host does not wait
+/// for completions, so its interrupt may be held longer.
 const BUSY: u32 = 2;
 
 /// Maximum hold times of an interrupt.

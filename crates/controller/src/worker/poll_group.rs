@@ -46,7 +46,7 @@ const REVIEW: u32 = 1024;
 /// Amount of work, in commands, between two visits of dormant controllers; each visit polls one
 /// dormant controller. The visits take a few percent of the thread's time.
 const DORMANT_CHECK_WORK: u32 = 32;
-/// Amount of work, in commands, that a pass counts by itself for these visits; and number of
+/// Work that each pass counts for [`DORMANT_CHECK_WORK`] in addition to its commands; and number of
 /// consecutive idle passes after which every pass visits a dormant controller, because the thread
 /// is idle anyway.
 const WORK_PER_PASS: u32 = 2;

@@ -71,9 +71,10 @@ impl Turn<'static> {
 }
 
 impl Turn<'_> {
-    /// Number of crashes to write to the journal for the command that holds this turn, and that may
-    /// have caused `crashes` crashes so far. If this process crashes, the next one adds 1 to the
-    /// number. So 1 is subtracted here if an older command would be the suspect.
+    /// Number of crashes to write to the journal for the command that holds this turn. `crashes` is
+    /// the number of crashes that the command may have caused so far. If this process crashes, the
+    /// next process adds 1 to the written number. So 1 is subtracted here if an older command would
+    /// be the suspect.
     fn crashes_to_store(&self, crashes: u8) -> u8 {
         crashes.saturating_sub(u8::from(!self.is_sole))
     }
@@ -97,9 +98,9 @@ struct Suspect {
 }
 
 impl Suspect {
-    /// Number of crashes that the command at position `count`, which is about to be started, may
-    /// have caused: at least 1 if it may have been in the queue when the previous process crashed
-    /// by a fault.
+    /// Number of crashes that the command at position `count` may have caused: at least 1 if the
+    /// command may have been in the queue when the previous process crashed by a fault. The command
+    /// is about to be started.
     fn crashes_of(&self, count: u32) -> u8 {
         let was_there = self.queue.is_of_a_fault
             && self.end.is_some_and(|end| end.wrapping_sub(count) as i32 > 0);

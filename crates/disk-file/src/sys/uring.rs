@@ -571,9 +571,9 @@ target!(types::Fd);
 /// kernel supports: completions that do not interrupt this thread while it runs (Linux 5.19). A
 /// kernel before 5.10 lacks restrictions, and gets a plain ring.
 ///
-/// `IORING_SETUP_DEFER_TASKRUN` is not used, because the descriptor of such a ring does not wake a
-/// thread that sleeps on it in `poll` or `epoll_wait`. (Observed with Linux 6.18: only commits to
-/// the completion queue wake the thread, and such a ring defers these commits.)
+/// `IORING_SETUP_DEFER_TASKRUN` is not used, because with this flag the ring's descriptor does not
+/// wake a thread that sleeps on it in `poll` or `epoll_wait`. (Observed with Linux 6.18: only
+/// commits to the completion queue wake the thread, and the flag defers these commits.)
 /// `IORING_SETUP_SINGLE_ISSUER` is not used, because one thread creates the ring, and other threads
 /// use it.
 pub(super) fn build<S: Shape>(opcodes: &'static [u8]) -> io::Result<IoUring<S, S::Completion>> {

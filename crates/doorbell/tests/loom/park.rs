@@ -11,8 +11,8 @@ use crate::rig::{
     DoorbellCells, PREDICATES, Wake, Word, explore, in_use, is_set, ring, sleep_pair, word,
 };
 
-/// Wakers that a doorbell write of the host uses: that of the queue's own sleeper, and that of the
-/// thread, with the messages for the thread.
+/// Wakers for a doorbell write of the host: the waker of the queue's own sleeper, and the waker of
+/// the thread, with the messages for the thread.
 struct Parking<F> {
     queue: Wake<F>,
     thread: Wake,

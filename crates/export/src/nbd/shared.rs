@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(super) struct Offer {
     pub(super) disk: BlockDevice,
     pub(super) export: Arc<Export>,
-    /// Sequence number of the offer: the number of offers before this one.
+    /// Sequence number of the offer: 0 for the first offer.
     number: u64,
 }
 

@@ -115,7 +115,8 @@ pub struct LoadConfig {
     pub timeout: Duration,
     /// CPUs to pin the threads to.
     pub pin: Vec<usize>,
-    /// Measure the latency of one I/O in this many; `None` to choose by the rate.
+    /// Sampling interval of latencies: the latency of one in `latency_sample` I/Os is measured.
+    /// With `None`, the interval depends on the rate.
     pub latency_sample: Option<u32>,
     /// Process whose CPU time is reported as the controller's.
     pub server_pid: Option<u32>,

@@ -56,8 +56,8 @@ pub(crate) fn fill(buffer: &mut Buffer, number: u64) {
 /// A page of the disk, and the request in flight for this page, if any.
 #[derive(Default)]
 pub(crate) struct Page {
-    /// Numbers of which the page must contain one: that of the last acknowledged write, and those
-    /// of later writes that failed.
+    /// Possible contents of the page: the number of the last acknowledged write, and the numbers of
+    /// later writes that failed.
     pub(crate) may: Vec<u64>,
     /// Token of the request in flight, and the number that it writes. `None` for a read.
     pub(crate) in_flight: Option<(Token, Option<u64>)>,

@@ -35,11 +35,11 @@
 //! Clients cannot connect again: QEMU gives a device up when the socket closes. So the connected
 //! socket is passed to the next server process.
 //!
-//! 1. [`Handle::freeze`] quiesces the reactor. It takes back sockets that are shared with other
-//!    threads, finishes messages that have started, waits for an outstanding
-//!    [`Completer`](crate::Completer), and waits until devices have released clients that have
-//!    disconnected. It starts no message and accepts no client. Data that arrive meanwhile stay in
-//!    the sockets, and no deadline runs.
+//! 1. [`Handle::freeze`] quiesces the reactor. The reactor takes back sockets that are shared with
+//!    other threads, finishes messages that have started, waits for an outstanding
+//!    [`Completer`](crate::Completer), and waits until devices have released disconnected clients.
+//!    It starts no message and accepts no client. Data that arrive meanwhile stay in the sockets,
+//!    and no deadline runs.
 //! 2. [`Reactor::save`] serializes each device: the listening socket with its file; the client's
 //!    socket, negotiated limits, undecoded bytes and descriptors, and unsent replies; and the state
 //!    of [`Device::save`](crate::Device::save). Descriptors are duplicated.
