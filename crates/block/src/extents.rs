@@ -150,7 +150,8 @@ impl Query {
     fn end(self, found: Vec<Extent>) {
         let Self { disk, answer, .. } = self;
         // The disk is dropped before the wakeup. The woken caller may drop all other handles, and
-        // the last handle must be dropped on the caller's thread, not on this one.
+        // the last handle must be dropped on the caller's thread, not on the thread that runs this
+        // code.
         drop(disk);
         let mut answer = answer.lock();
         answer.found = Some(found);

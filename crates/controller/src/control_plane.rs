@@ -35,9 +35,9 @@ pub(crate) struct ControllerInner {
     inbox: Inbox,
     run_state: RunState,
     /// Admin queue server and budget, which only the turn in progress uses. A thread that takes
-    /// this lock and `control` takes this one first. Guest memory is accessed while this lock is
-    /// held, and such an access may block. So neither the front end's thread nor an I/O thread ever
-    /// takes it.
+    /// both this lock and `control` takes this lock first. Guest memory is accessed while this lock
+    /// is held, and these accesses may block. So neither the front end's thread nor an I/O thread
+    /// ever takes it.
     admin: Mutex<Admin>,
     recorder: OnceLock<Arc<dyn Recorder>>,
     /// Lock that serializes checkpoints. `changed` is true if the state has changed since the last

@@ -406,8 +406,8 @@ impl ControllerShared {
         counted.retire_part(counters);
     }
 
-    /// Merges the counters `from` of one I/O thread into those of another, `to`, after a move of
-    /// the queues.
+    /// Merges the counters `from` of one I/O thread into the counters `to` of another, after a move
+    /// of the queues.
     pub(crate) fn merge_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
         let mut counted = self.counted.lock();
         to.absorb(from);

@@ -306,7 +306,7 @@ fn queues_are_created_and_deleted_by_the_rules() {
     host.must(Sqe::delete_io_cq(1, 0));
     assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QID);
     // Queues with the same identifier and memory are created, used and deleted repeatedly. State of
-    // a deleted queue must not affect the next one.
+    // a deleted queue must not affect the next queue with its identifier.
     let page = host.alloc(4096);
     for round in 0..50 {
         host.memory.fill((at - common::BASE) as usize, 1 << 20, 0).unwrap();

@@ -421,8 +421,8 @@ fn invalid_heads_are_reported_however_they_arrive() {
                     host.doorbell(false, head, 0, value);
                     expect_invalid_doorbell(&mut host, &mut admin, &what);
                     host.doorbell(false, head, 0, queue.head);
-                    // The event is not sent again until the host has read the log page of the last
-                    // one.
+                    // The event is not sent again until the host has read the log page (Error
+                    // Information) of the last event.
                     std::mem::swap(&mut host.admin, &mut admin);
                     newest_error(&mut host);
                     std::mem::swap(&mut host.admin, &mut admin);

@@ -15,8 +15,8 @@ use zerocopy::FromBytes;
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
-/// stornvme reads ASQ again after its first command. It does not use the controller if the value
-/// differs from the one that it has written.
+/// Windows' driver (stornvme) reads ASQ again after its first command. If the value differs from
+/// the written value, the driver does not use the controller.
 #[test]
 fn the_registers_of_the_admin_queue_can_be_read_while_it_is_used() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);

@@ -50,7 +50,7 @@ impl Images {
         .then_some(images)
     }
 
-    /// Path of the image to open: for the use as a base, that of the overlay.
+    /// Path of the image to open. For the use as a base, it is the path of the overlay.
     fn path(&self, how: Use) -> String {
         let name = if how == Use::Base { "top.qcow2" } else { "base.qcow2" };
         self.directory.path().join(name).to_str().unwrap().to_owned()

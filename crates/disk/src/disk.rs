@@ -121,9 +121,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     }
 
     /// Returns this disk with a capacity of `bytes`, or with the current size of its storage. The
-    /// new disk and this one share the storage and the lock; this disk is not changed. A writable
-    /// file grows if it is smaller than `bytes`. Default:
-    /// [`ResizeError::Impossible`].
+    /// new disk and this disk share the storage and the lock; this disk is not changed. A writable
+    /// file grows if it is smaller than `bytes`. Default: [`ResizeError::Impossible`].
     ///
     /// # Errors
     /// [`ResizeError`].
@@ -148,10 +147,10 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         Err(ResizeError::Opened { disk: self.name() })
     }
 
-    /// Serializes the disk for a checkpoint, from which the next process recovers the disk after a
-    /// crash of this one, even if requests are in flight. Adds the disk's descriptors to `fds`.
-    /// None of them may be the open file that requests use. That file must be closed when the last
-    /// request of the dead process ends, because its lock is the fence. Default:
+    /// Serializes the disk for a checkpoint. After a crash of this process, the next process
+    /// recovers the disk from it, even if requests are in flight. Adds the disk's descriptors to
+    /// `fds`. None of them may be the open file that requests use. That file must be closed when
+    /// the last request of the dead process ends, because its lock is the fence. Default:
     /// [`CheckpointError::Mortal`].
     ///
     /// # Errors
@@ -182,8 +181,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     }
 
     /// Releases the lock on the image, so that the next process need not wait for the end of this
-    /// one. No request may be pending, and the disk must not be used afterwards. Default: the lock
-    /// is held until this process ends.
+    /// process. No request may be pending, and the disk must not be used afterwards. Default: the
+    /// lock is held until this process ends.
     fn release_lock(&self) {
         if let Some(inner) = self.inner() {
             inner.release_lock();

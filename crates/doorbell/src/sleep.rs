@@ -145,7 +145,7 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
 ///
 /// The caller blocks until its [`Waker`]s signal, with a timeout or other sources if desired. After
 /// the drop, the caller polls all sources as if all had changed. A signal must stay pending until a
-/// wait consumes it, like that of an eventfd. No signal may be consumed between
+/// wait consumes it, like the signal of an eventfd. No signal may be consumed between
 /// [`Sleeper::prepare`] and the permit. Otherwise a waker could rely on the signal of another waker
 /// although the thread has consumed that signal.
 #[derive(Debug)]

@@ -479,8 +479,8 @@ impl View {
         self.translate_slow(iova, len, write)
     }
 
-    /// Slow path of [`translate`](Self::translate), for a map other than that of the last lookup,
-    /// and for a write that is logged.
+    /// Slow path of [`translate`](Self::translate), for addresses outside the map of the last
+    /// lookup, and for writes that are logged.
     fn translate_slow(
         &self,
         iova: u64,

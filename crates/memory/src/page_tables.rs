@@ -255,7 +255,7 @@ fn run() {
 }
 
 /// Frees page tables if there are more than the allocated memory needs. Returns the size of the
-/// page tables that remain: those of allocated memory, and those of memory that does not belong to
+/// remaining page tables: page tables of allocated memory, and of memory that does not belong to
 /// peers.
 fn trim(now: u64) -> u64 {
     let mappings: Vec<_> = REGISTRY.lock().mappings.iter().filter_map(Weak::upgrade).collect();

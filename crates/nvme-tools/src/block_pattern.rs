@@ -34,7 +34,7 @@ pub(crate) enum Fault {
     /// Cells of different writes in one block: sequence numbers of the first cell and of the bad
     /// one.
     Torn { beginning: u32, here: u32 },
-    /// Content of a write other than the last one that completed.
+    /// Content of an older write: not of the last completed write of the block.
     Stale { expected: u32, found: u32 },
     /// Protection information check failed.
     Protection(Status),

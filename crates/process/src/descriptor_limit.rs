@@ -60,7 +60,7 @@ pub fn room() -> Option<u64> {
     usage().map(|(limit, in_use)| limit.saturating_sub(in_use))
 }
 
-/// Limit of open files, if there is one, and number of those in use.
+/// Limit of open files, and number of open files. `None` if there is no limit.
 fn usage() -> Option<(u64, u64)> {
     // A sandboxed process must not query the limit, so the stored value is used.
     let limit = (*LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current))?;

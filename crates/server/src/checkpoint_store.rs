@@ -64,7 +64,7 @@ impl CheckpointStore {
         }))
     }
 
-    /// Sends an item, which replaces the one with the same key.
+    /// Sends an item. It replaces an earlier item with the same key.
     ///
     /// # Errors
     /// This or an earlier change could not be sent in time. From then on the checkpoint is invalid:

@@ -524,7 +524,8 @@ impl Checkpointer {
     fn give_up(&self, why: &anyhow::Error) {
         info!("the clients will lose their controllers if this process crashes: {why:#}");
         self.state.lock().is_possible = false;
-        // The list is deleted, because the supervisor may still have that of the previous process.
+        // The list is deleted, because the supervisor may still have the list of the previous
+        // process.
         let _ = self.store.delete(COMPLETE);
     }
 

@@ -442,8 +442,8 @@ pub(super) enum ChangeResult {
     Same,
     /// The open disk was changed. This is its new specification.
     InPlace(String),
-    /// Specification of the changed disk, the disk itself, which replaces the old one, and the
-    /// effect on clients.
+    /// Changed disk, to replace the old disk: its specification, the disk itself, and the effect on
+    /// clients.
     Disk(String, Arc<dyn Disk>, Effect),
 }
 

@@ -12,8 +12,8 @@ use std::sync::Arc;
 pub(super) const OF_REQUESTS: u64 = 16;
 /// Minimum number of open files of a client: sockets, memory, interrupts.
 pub(super) const OF_CLIENT: u64 = 16;
-/// Number of open files of an export's queue besides that of the disk: doorbell, interrupt, error
-/// and epoll.
+/// Number of open files of an export's queue, in addition to those of its disk queue: doorbell,
+/// interrupt, error and epoll.
 const OF_EXPORT_QUEUE: u64 = 4;
 /// Number of open files of a disk, without its queues.
 pub(super) const OF_DISK: u64 = 2;

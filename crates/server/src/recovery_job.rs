@@ -67,7 +67,7 @@ pub(super) struct ControllerJob {
     /// Entry in the dead process's checkpoint.
     pub(super) entry: ControllerEntry,
     pub(super) death: CauseOfDeath,
-    /// Configuration of the controller. `None` if that of the checkpoint is used.
+    /// New configuration of the controller. `None` if the configuration in the checkpoint is used.
     pub(super) requested: Option<SocketConfig>,
     pub(super) items: Items,
 }
@@ -362,8 +362,8 @@ struct DiskWait<'a> {
     attempt: Attempt<'a>,
 }
 
-/// Returns an error if so many processes have died while they recovered an item (`deaths`) that the
-/// next one has to drop its client.
+/// Returns an error if the client of an item has to be dropped, because too many processes
+/// (`deaths`) have died while they recovered the item.
 pub(super) fn check_deaths(deaths: u8) -> anyhow::Result<()> {
     match deaths {
         0..LIMIT => Ok(()),

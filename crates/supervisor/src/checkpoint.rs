@@ -274,8 +274,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Adds a packet of a transaction. Returns true if it was the last one, which applies the
-    /// transaction.
+    /// Adds a packet of a transaction. The last packet applies the transaction. Returns true for
+    /// the last packet.
     ///
     /// # Errors
     /// [`Unreadable`]: the checkpoint is no longer complete.
@@ -583,8 +583,8 @@ mod tests {
         };
         assert_eq!(items.take(&packets[0].bytes, own(&packets[0])), Ok(false));
         assert!(!items.contains("b"));
-        // A new transaction begins before the last packet of the previous one, whose changes are
-        // discarded.
+        // A new transaction begins before the last packet of the previous transaction. The changes
+        // of the previous transaction are discarded.
         change(&mut items, &[Change::Put { key: "c", body: b"", fds: &[] }]);
         assert!(!items.contains("b") && items.contains("c"));
         assert_eq!(read(&mut items, "a").0, b"old");

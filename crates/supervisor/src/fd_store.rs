@@ -1,5 +1,5 @@
-//! State of the supervisor in systemd's fd store, from which the next supervisor continues if
-//! this one is killed.
+//! State of the supervisor in systemd's fd store. If the supervisor is killed, the next supervisor
+//! continues from this state.
 //!
 //! A service manager stores descriptors under names and passes them to the next process of the
 //! service. Storing each change there would cost a message per change, so the fd store holds only

@@ -155,8 +155,8 @@ fn request_shared_socket(raw: &mut Raw, shared: &TestDeviceState) -> SharedSocke
     socket.unwrap()
 }
 
-/// Attaches a client whose socket is in two epoll instances. That of a sleeping poller is the first
-/// one that the kernel wakes, and that of the reactor is the second.
+/// Attaches a client whose socket is in two epoll instances: first in the instance of a sleeping
+/// poller, then in that of the reactor. The kernel tries to wake them in this order.
 fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<TestDeviceState>, Raw, Poller) {
     let (server, path, shared) = Server::with_device(limits);
     let (raw, socket) = share(&path, &shared);

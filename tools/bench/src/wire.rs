@@ -292,8 +292,8 @@ pub(crate) fn line_time(cpus: [usize; 2], rounds: u32) -> Result<f64> {
     )
 }
 
-/// Runs one function on each CPU. Returns the result of the second one. `stopped` ends the other
-/// function if one cannot start.
+/// Runs one function on each CPU. Returns the result of the second function. If one function cannot
+/// start, `stopped` ends the other.
 fn pair<T: Send>(
     cpus: [usize; 2],
     stopped: &AtomicBool,

@@ -339,8 +339,8 @@ impl Engine {
             // control plane has recorded the changed blocks.
             self.exclusive.pending_decisions.push(end);
         } else {
-            // The decision about the first command of a pair comes last, because it implies that of
-            // the second command.
+            // The decision about the first command of a pair comes last, because it implies the
+            // decision about the second command.
             self.exclusive.decided.push(end);
         }
     }

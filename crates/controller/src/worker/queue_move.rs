@@ -155,7 +155,7 @@ impl Relocated {
     }
 
     /// Restores saved queues for `worker`; `None` if the saved state is invalid. The queues have no
-    /// latch for their arrival, because its release could be mistaken for that of a later move.
+    /// latch for their arrival, because its release could be mistaken for the end of a later move.
     pub(crate) fn restore(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,

@@ -60,7 +60,8 @@ struct Turn<'a> {
     turns: &'a Turns,
     taken: u64,
     /// False if an older command, whose turn has expired, was still in flight at the start of the
-    /// turn. If the process crashes, the older command is suspected instead of this one.
+    /// turn. If the process crashes, the older command is suspected instead of the command that
+    /// holds the turn.
     is_sole: bool,
 }
 

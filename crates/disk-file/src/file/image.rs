@@ -172,8 +172,8 @@ impl ImageFile {
         self.is_block
     }
 
-    /// True if the file system depends on another machine or process. While that one is
-    /// unreachable, calls on the file block the thread.
+    /// True if the file system depends on another machine or process. While that machine or process
+    /// is unreachable, system calls on the file block the thread.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         !self.is_block && is_remote(&self.file)
@@ -367,7 +367,7 @@ fn refused(path: String, source: io::Error) -> OpenError {
         io::ErrorKind::NotFound => OpenError::Missing { path },
         io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
         // An error without an error number is a refusal by the process that opens images for this
-        // one (see `Opener`).
+        // process (see `Opener`).
         io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
             OpenError::OpenRefused { path, why: source.to_string() }
         }

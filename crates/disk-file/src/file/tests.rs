@@ -468,8 +468,8 @@ fn concurrent_flushes_share_a_sync() {
     for queue in &mut queues {
         (1..100).for_each(|tag| ask(queue, tag));
     }
-    // All these requests arrived during the first sync. So they need the second one, which starts
-    // only now.
+    // All these requests arrived during the first sync. So they need a second sync. It starts only
+    // now.
     assert!(queues.iter_mut().all(|queue| reap(&mut **queue).is_empty()));
     end.send(0).unwrap();
     begins.recv().unwrap();

@@ -37,8 +37,8 @@ const CHANGES: [i64; 2] = [WRITE, RESIZE];
 /// image at the same time. A `writer` excludes all programs except readers that accept changes.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`] if another program has a lock that excludes this one. If the file
-/// system has no locks, this is no error.
+/// [`io::ErrorKind::WouldBlock`] if another program has a lock that excludes the requested lock. If
+/// the file system has no locks, this is no error.
 pub(crate) fn lock_image(file: &File, writer: bool) -> io::Result<()> {
     match lock(file, writer) {
         Err(e) => match e.raw_os_error() {
@@ -54,7 +54,7 @@ pub(crate) fn lock_image(file: &File, writer: bool) -> io::Result<()> {
 }
 
 fn lock(file: &File, writer: bool) -> io::Result<()> {
-    // The fence is locked first, so that of two writers that lock at the same time, one succeeds.
+    // The fence is locked first, so that one writer succeeds if two writers lock at the same time.
     if writer {
         call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE)?;
     }

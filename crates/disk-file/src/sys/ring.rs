@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Maximum number of calls in flight of a queue. Further calls wait in this process, in order. The
-/// limit prevents calls on a hung file from delaying those on other files of the thread.
+/// limit prevents calls on a hung file from delaying calls on other files of the thread.
 const IN_FLIGHT: usize = 1024;
 /// Number of different generations of a slot: as many as fit in the id of a call.
 const GENERATIONS: u32 = 1 << (u64::BITS - INDEX_BITS - QUEUE_BITS);

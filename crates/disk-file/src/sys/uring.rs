@@ -253,8 +253,8 @@ impl<S: Shape> State<S> {
         }
     }
 
-    /// Processes all completions in the kernel's queue. Reports those of queue `id`, and moves the
-    /// others to the inboxes of their queues.
+    /// Processes all completions in the kernel's queue. Reports the completions of queue `id`, and
+    /// moves the others to the inboxes of their queues.
     fn take(&mut self, id: u16, each: &mut impl FnMut(u64, i32)) {
         let Self { uring, inboxes, undelivered, has_processed_entry, .. } = self;
         let mut completions = uring.completion();

@@ -12,8 +12,8 @@ use std::collections::HashMap;
 use super::{Doorbell, DoorbellState, Shadow, Truth};
 use crate::{Predicate, RingSize};
 
-/// Model state. It consists of distances modulo the ring, so that one state stands for all
-/// rotations.
+/// Model state: distances modulo the ring instead of positions, so that one state stands for all
+/// positions in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct State {
     /// Commands fetched and not completed.

@@ -545,8 +545,8 @@ impl Core {
         self.failure()
     }
 
-    /// Marks the queue as failed. Later commands are refused: those with data because the transfer
-    /// limit is set to 0, those without data because `failed` is set.
+    /// Marks the queue as failed. Later commands are refused: commands with data because the
+    /// transfer limit is set to 0, and commands without data because `failed` is set.
     pub(super) fn set_failed(&mut self, why: impl FnOnce() -> Arc<str>) {
         self.failed.get_or_insert_with(why);
         self.max_transfer = 0;

@@ -451,8 +451,8 @@ impl Mixed {
         Ok(Self { writes: 0, latencies: Directions { read: histogram()?, write: histogram()? } })
     }
 
-    /// Records the latency of an I/O as that of a read or of a write, as bit [`WRITE`] of its
-    /// `stamp` (an element of `Job::stamps`) tells.
+    /// Records the latency of a read or a write. Bit [`WRITE`] of the I/O's `stamp` (an element of
+    /// `Job::stamps`) distinguishes the two.
     fn record(&mut self, stamp: u64, latency: u64) {
         let Directions { read, write } = &mut self.latencies;
         if stamp & WRITE == 0 { read } else { write }.saturating_record(latency);

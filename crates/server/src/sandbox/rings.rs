@@ -19,8 +19,8 @@ const MORE_THREADS: usize = 64;
 const EVENTFDS: usize = 64;
 /// Number of instances for replies to clients. The process has one reactor.
 const REACTORS: usize = 1;
-/// Divisor of the descriptor limit: instances for [`MORE_THREADS`], and those for [`EVENTFDS`], may
-/// use a sixteenth of it each.
+/// Divisor of the descriptor limit: the instances for [`MORE_THREADS`] may use a sixteenth of the
+/// limit, and so may the instances for [`EVENTFDS`].
 const PART: u64 = 16;
 
 /// Numbers of created instances.

@@ -309,7 +309,7 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
 /// disconnected.
 #[test]
 fn a_client_with_an_undecodable_state_is_dropped_alone() {
-    // Checkpoint items with the state of the second controller, and with that of its socket.
+    // Checkpoint items with the state of the second controller, and with the state of its socket.
     for item in ["controller/1", "port/1"] {
         for by_upgrade in [false, true] {
             let fault = format!("undecodable:{item}");

@@ -470,7 +470,7 @@ fn new_node(path: &Path) -> io::Result<(File, Metadata)> {
 }
 
 /// Removes a socket file that was bound and cannot be opened, for example for lack of descriptors.
-/// If another user of the directory has put another file in its place, that one stays.
+/// If another user of the directory has put another file in its place, that other file stays.
 fn remove_bound(path: &Path) {
     if let Ok(about) = fs::symlink_metadata(path)
         && about.uid() == geteuid().as_raw()
@@ -480,7 +480,7 @@ fn remove_bound(path: &Path) {
 }
 
 /// Sets mode and group of a new socket file by its descriptor. Other users of the directory may
-/// have put another file in its place: that one has no [`MARK`].
+/// have put another file in its place: that other file has no [`MARK`].
 fn set_access(node: &File, about: &Metadata, options: BindOptions<'_>) -> io::Result<()> {
     if about.mode() & MARK == 0 {
         return Err(Errno::EXIST.into());

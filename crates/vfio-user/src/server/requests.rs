@@ -102,7 +102,7 @@ impl Link {
     }
 
     /// Sequence number of the outstanding [`Completer`]. The next request is handled only after
-    /// this one is completed, or if the waiting request is [postponed](Self::postpone).
+    /// this completer was called, or if the waiting request is [postponed](Self::postpone).
     pub(super) fn awaits(&self) -> Option<u64> {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }

@@ -1,5 +1,4 @@
-//! Host CPU time per I/O on a file: that of QEMU with its guest, and that of the server if there is
-//! one.
+//! Host CPU time per I/O on a file: of QEMU with its guest, and of the server if there is one.
 //!
 //! Shadowbell over vfio-user is compared with QEMU's own controller; both use shadow doorbells.
 //! Each has its own image, opened with O_DIRECT and io_uring. Both are disks of one guest, and are
