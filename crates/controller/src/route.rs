@@ -145,8 +145,8 @@ impl Route {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
     }
 
-    /// I/O threads that may have queues of the controller: `workers`, to which queues were
-    /// assigned, and the target of a move. Queues that are moving are on one of these threads,
+    /// I/O threads that may have queues of the controller: the threads `workers` to which queues
+    /// were assigned, and the target of a move. Queues that are moving are on one of these threads,
     /// unless the move has failed and they are lost (`Notice::Stranded`).
     pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
         let state = self.0.lock();

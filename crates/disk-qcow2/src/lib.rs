@@ -64,9 +64,10 @@
 //! format that the image states, independently of their content. An image in which two tables have
 //! the same location is not opened for writing. An entry that refers to a table, beyond the end of
 //! the file or to an unaligned offset is damaged: requests on its cluster fail, others do not. The
-//! memory for tables is bounded: a refcount table of at most 8 MiB, a cache of 16 MiB, another one
-//! for all backing files, and a set of the clusters with tables, of which there may be 6 Mi. A
-//! panic in this crate counts as an error of the disk; all later requests fail.
+//! memory for tables is bounded: a refcount table of at most 8 MiB, a cache of 16 MiB for the
+//! image, another cache of 16 MiB for all backing files, and a set of the clusters with tables (at
+//! most 6 Mi clusters). A panic in this crate counts as an error of the disk; all later requests
+//! fail.
 #![deny(unsafe_code)]
 
 mod check;

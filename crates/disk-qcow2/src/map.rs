@@ -49,8 +49,8 @@ pub(crate) struct Map {
     slots: Box<[Slot]>,
     /// Held while entries are added, and while one part replaces another in its slot.
     filling: Mutex<()>,
-    /// Mutex of the condition variable `left`, on which a closing thread waits until requests in
-    /// flight have ended.
+    /// Mutex of the condition variable `left`. A closing thread waits on this variable until
+    /// requests in flight have ended.
     closing: Mutex<()>,
     left: Condvar,
 }

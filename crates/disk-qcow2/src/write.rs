@@ -299,7 +299,8 @@ impl Format {
         })
     }
 
-    /// Frees the old location `old` of a cluster, to which the cluster's entry no longer refers.
+    /// Frees the old location `old` of a cluster. The cluster's entry must not refer to it any
+    /// more.
     fn free(&self, meta: &mut Meta, old: &Cluster) {
         if let Some(entry) = old.packed {
             let clusters = self.layout.compressed(entry).0;

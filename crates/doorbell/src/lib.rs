@@ -125,9 +125,9 @@
 //! ([`disable`](SqTail::disable)) is the first step of a reset.
 //!
 //! **The host keeps its own old value.** Linux and SPDK read the old value from the shadow entry,
-//! to which the controller can write. [`HostDoorbell`] stores the old value itself. While Doorbell
-//! Buffer Config is in flight, it also writes every update to both the entry and the register, so
-//! that the controller never reads a stale source.
+//! although the controller can write to this entry. [`HostDoorbell`] stores the old value itself.
+//! While Doorbell Buffer Config is in flight, it also writes every update to both the entry and the
+//! register, so that the controller never reads a stale source.
 //!
 //! # The cost
 //!

@@ -223,7 +223,7 @@ pub struct Refused {
     pub buffer: Option<Buffer>,
 }
 
-/// Invalid request, for which no command can be created.
+/// Invalid request: no command can be created for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RequestError {

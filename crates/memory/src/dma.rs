@@ -519,8 +519,8 @@ impl View {
         while done < into.len() {
             let at = iova.checked_add(done as u64).ok_or(Fault { iova, write: false })?;
             let (ptr, n) = self.translate(at, into.len() - done, false)?;
-            // SAFETY: `translate` guarantees `n` mapped bytes. The destination is a Rust slice,
-            // with which no mapping overlaps.
+            // SAFETY: `translate` guarantees `n` mapped bytes. The destination is a Rust slice, and
+            // no mapping overlaps it.
             unsafe {
                 std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
             }

@@ -447,8 +447,8 @@ impl Segments {
         let mut done = 0;
         self.for_range(offset, into.len(), |ptr, n| {
             // SAFETY: the piece is readable, and `self.owner` keeps it mapped. The destination is a
-            // Rust slice, with which no mapping overlaps, and the pieces of `for_range` have its
-            // length together.
+            // Rust slice, and no mapping overlaps it. The pieces of `for_range` together have the
+            // slice's length.
             unsafe {
                 std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
             }

@@ -385,8 +385,8 @@ impl SharedBytes {
     /// Prefetches the cache lines of `len` bytes from `offset` into the second-level cache.
     ///
     /// The second-level cache can have many outstanding lines. The first level has only about
-    /// twenty fill buffers, for which further prefetches have to wait. The range may lie outside
-    /// the window, as with [`prefetch_for_write`](Self::prefetch_for_write).
+    /// twenty fill buffers, and further prefetches have to wait for a free one. The range may lie
+    /// outside the window, as with [`prefetch_for_write`](Self::prefetch_for_write).
     #[inline]
     pub fn prefetch_range(&self, offset: usize, len: usize) {
         let from = self.ptr.as_ptr().wrapping_add(offset);

@@ -82,8 +82,8 @@ pub(super) struct ControllerEntry {
     /// Disks of the controller's namespaces. A namespace that is being changed has two disks, the
     /// new one first.
     pub(super) disks: Vec<DiskEntry>,
-    /// NSIDs of namespaces that are being changed, of which the guest may have seen the old or the
-    /// new state.
+    /// NSIDs of namespaces that are being changed. The guest may have seen the old or the new state
+    /// of these.
     pub(super) changing: Vec<u32>,
     /// Cause of death of the process that sent the items. `None` once the controller is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]

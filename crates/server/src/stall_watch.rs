@@ -129,7 +129,7 @@ impl Scanner {
         let mut controllers = HashMap::new();
         for served in changes.registry().all() {
             // A controller without a client gets no new commands. It is skipped, unless the last
-            // scan found commands of it (`busy`), for which a reset may still wait.
+            // scan found commands of it (`busy`): a reset may still wait for these commands.
             if !served.has_client() && !busy.contains(&served.index) {
                 continue;
             }

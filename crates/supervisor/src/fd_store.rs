@@ -70,8 +70,8 @@ pub(super) struct FdStore {
     counters: SavedFdStore,
     /// True if a snapshot must be written before the next change.
     is_wanted: bool,
-    /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot, by which
-    /// later changes of the grants are detected.
+    /// Value of [`Grants::changes`](super::grants::Grants::changes) at the last snapshot, to detect
+    /// later changes of the grants.
     opened: u64,
     /// Time of the next snapshot, if the store contains descriptors that a server process has
     /// released.

@@ -256,7 +256,7 @@ impl Field {
         while !holds(self) {
             assert!(Instant::now() < end, "{what} does not come");
             if !self.turns.turn() {
-                // Lets the subsystem's own thread run, on which the condition may depend.
+                // Lets the subsystem's own thread run, because the condition may depend on it.
                 std::thread::yield_now();
             }
         }

@@ -136,7 +136,7 @@ impl SelfTest {
         Ok(())
     }
 
-    /// Number of the current operation, to which the results of its pieces refer.
+    /// Number of the current operation. Results of pieces contain the number of their operation.
     pub(crate) fn run(&self) -> u32 {
         self.runs
     }

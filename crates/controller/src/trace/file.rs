@@ -24,8 +24,8 @@ pub struct TraceFile {
     started: Instant,
     /// Flag for each ring: true if the ring is taken by a thread.
     taken: Box<[AtomicBool]>,
-    /// File, and the numbers of the spare rings, for which space is allocated only when they are
-    /// taken.
+    /// File, and the numbers of the spare rings. Space for a spare ring is allocated only when the
+    /// ring is taken.
     file: File,
     spare: Range<u32>,
 }

@@ -20,7 +20,7 @@ const USED: i64 = 100;
 /// Offset of the first byte that marks an unshared permission: byte `UNSHARED + n` for permission
 /// n.
 const UNSHARED: i64 = 200;
-/// Byte of the fence, on which a writer holds a write lock.
+/// Byte of the fence. A writer holds a write lock on it.
 const FENCE: Range<i64> = 300..301;
 
 /// Permission to read consistent data.

@@ -31,7 +31,7 @@ fn size(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// Creates a tail at position `at`, for which the shadow entry is already the source of the value.
+/// Creates a tail at position `at` whose source of the value is already the shadow entry.
 fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
     let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: Some(u32::MAX) };
     cells.shadow(u32::from(at));

@@ -20,8 +20,8 @@ impl SpinPolicy {
 }
 
 impl Default for SpinPolicy {
-    /// Adaptive polling, up to 100 us. That is the latency of flash, to which a sleep would add 30
-    /// us or more.
+    /// Adaptive polling, up to 100 us. That is the latency of flash. A sleep would add 30 us or
+    /// more to this latency.
     fn default() -> Self {
         Self { max: Duration::from_micros(100), adaptive: true }
     }

@@ -86,7 +86,7 @@ impl SplitRing {
             notified: next_used,
             wants_kicks: true,
         };
-        // The loads check the alignment, on which every later access depends.
+        // These loads check the alignment. Every later access depends on it.
         ring.available.load_u16_acquire(0)?;
         ring.used.load_u16_acquire(0)?;
         Some(ring)

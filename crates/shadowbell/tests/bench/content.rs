@@ -150,8 +150,8 @@ fn a_misplaced_write_is_found() {
     );
 }
 
-/// One and a half passes, in which the last write of block 31 goes to block 32, which is not
-/// written again.
+/// One and a half passes. The last write of block 31 goes to block 32, and block 32 is not written
+/// again.
 fn run_misplaced_over_a_finished_block() -> Outcome {
     let config = LoadConfig {
         rw: Workload::Write,

@@ -4,8 +4,8 @@
 //! The kernel is modelled as two epoll items on one socket. An arriving message marks the second
 //! thread's item, and wakes that thread if it sleeps. Otherwise the message marks the reactor's
 //! item. A wait reports a marked item only if the socket has data. The other steps are those of
-//! `attachment.rs`. In every final state, in which no step is possible, all messages must have been
-//! read. With a [`Defect`], some order of steps must leave a message unread.
+//! `attachment.rs`. In every final state (no step is possible), all messages must have been read.
+//! With a [`Defect`], some order of steps must leave a message unread.
 
 use std::collections::HashSet;
 

@@ -117,8 +117,8 @@ pub(super) struct Host {
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
-    /// True if the host uses SPDK's rule for shadow doorbells, by which it writes the doorbell
-    /// register also if EventIdx equals the new value.
+    /// True if the host uses SPDK's rule for shadow doorbells: it writes the doorbell register also
+    /// if EventIdx equals the new value.
     inclusive: bool,
     /// True if the host also uses shadow doorbells for the admin queue.
     shadows_admin: bool,

@@ -194,8 +194,8 @@ pub(crate) fn fill(settings: &Settings, server: &NbdServer) -> Result<()> {
     fio::run_once(settings, server).context("filling the export")
 }
 
-/// Measures the export with fio. Returns fio's row, to which the server's CPU time per I/O is
-/// added.
+/// Measures the export with fio. Adds the server's CPU time per I/O to fio's row, and returns the
+/// row.
 pub(crate) fn measure(
     settings: &Settings,
     server: &NbdServer,
