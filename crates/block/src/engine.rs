@@ -345,8 +345,8 @@ impl Engine {
         }
     }
 
-    /// Time until the next timeout check, after which the thread must not sleep. `None` if no
-    /// request is in flight.
+    /// Time until the next timeout check: the maximum duration of a sleep. `None` if no request is
+    /// in flight.
     pub(crate) fn sleep_limit(&self) -> Option<Duration> {
         let core = self.core.borrow();
         let core = core.as_ref().filter(|core| core.pending > 0)?;

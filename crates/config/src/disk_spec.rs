@@ -91,8 +91,8 @@ pub fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
     (rest, Some(value.to_owned()))
 }
 
-/// Returns `spec` with the size `bytes` if it contains a size, as that of a memory disk does. The
-/// size of a file is determined when the file is opened.
+/// Returns `spec` with its size replaced by `bytes`, if it contains a size. The specification of a
+/// memory disk contains a size; the size of a file is determined when the file is opened.
 #[must_use]
 pub fn with_size(spec: &str, bytes: u64) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));

@@ -34,10 +34,10 @@ pub(crate) struct ControllerInner {
     control: Mutex<Control>,
     inbox: Inbox,
     run_state: RunState,
-    /// Admin queue server and budget, which only the turn in progress uses. A thread that takes
-    /// both this lock and `control` takes this lock first. Guest memory is accessed while this lock
-    /// is held, and these accesses may block. So neither the front end's thread nor an I/O thread
-    /// ever takes it.
+    /// Admin queue server and budget. Only the turn in progress uses them. A thread that takes both
+    /// this lock and `control` takes this lock first. Guest memory is accessed while this lock is
+    /// held, and these accesses may block. So neither the front end's thread nor an I/O thread ever
+    /// takes it.
     admin: Mutex<Admin>,
     recorder: OnceLock<Arc<dyn Recorder>>,
     /// Lock that serializes checkpoints. `changed` is true if the state has changed since the last

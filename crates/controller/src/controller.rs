@@ -626,9 +626,9 @@ impl Controller {
 /// Quiesce, restore, migration and crash recovery.
 impl Controller {
     /// Quiesces the controller, so that another process can continue it. First, admin commands in
-    /// flight end and no new one starts. Then no I/O command is fetched, and those in flight end.
-    /// Commands that the host submits meanwhile wait in its queues. `done` runs on any thread, when
-    /// the controller is quiesced. It is dropped without a call if [`resume`](Self::resume) is
+    /// flight end and no new one starts. Then no I/O command is fetched, and I/O commands in flight
+    /// end. Commands that the host submits meanwhile wait in its queues. `done` runs on any thread,
+    /// when the controller is quiesced. It is dropped without a call if [`resume`](Self::resume) is
     /// called or the last handle of the controller is dropped before that.
     ///
     /// The quiesce waits for pending operations of the front end, such as a reset or an unmap. The
@@ -647,7 +647,7 @@ impl Controller {
     }
 
     /// Snapshot of the quiesced controller for another process. The controller is not changed. The
-    /// front end has to transfer host memory and interrupts, which are not included.
+    /// snapshot does not include host memory and interrupts; the front end has to transfer these.
     ///
     /// # Errors
     /// [`SaveError`].

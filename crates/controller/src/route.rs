@@ -139,7 +139,7 @@ impl Route {
         }
     }
 
-    /// Sends a message created by `hurry` to each I/O thread that still has queues which move,
+    /// Sends a message created by `hurry` to each I/O thread that still holds moving queues,
     /// because a reset waits for these queues.
     pub(crate) fn hurry(&self, pool: &Pool, hurry: impl Fn() -> Message) {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));

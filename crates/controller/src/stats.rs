@@ -152,8 +152,8 @@ impl SqCounters {
         self.qid
     }
 
-    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, which is
-    /// counted elsewhere.
+    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, from
+    /// another counter.
     pub(crate) fn read(&self, mmio_writes: u64) -> SqStats {
         SqStats {
             qid: self.qid,
@@ -194,8 +194,8 @@ impl CqCounters {
         self.qid
     }
 
-    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, which is
-    /// counted elsewhere.
+    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, from
+    /// another counter.
     pub(crate) fn read(&self, mmio_writes: u64) -> CqStats {
         let mut doorbell = DoorbellCounts::of(mmio_writes, self.doorbell.read());
         doorbell.invalid += self.invalid_traps.get();

@@ -399,7 +399,8 @@ impl Link {
     }
 
     /// Returns a subrequest to the waiting list. A subrequest without an owner that does not change
-    /// the export is dropped instead. For an automatic flush, a new one is requested.
+    /// the export is dropped instead. An automatic flush is dropped too, and a new flush is
+    /// requested.
     fn resubmit(&mut self, mut part: Subrequest, shared: &Shared) {
         if part.is_automatic {
             shared.unflushed.lock().flush = Flush::Requested;

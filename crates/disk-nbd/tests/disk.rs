@@ -364,7 +364,7 @@ fn requests_of_a_lost_connection_are_replayed() {
 }
 
 /// A server that is about to end refuses requests, and waits until all clients have disconnected.
-/// So the disk must close all its connections, because the next server cannot listen before.
+/// So the disk must close all its connections: before that, the next server cannot listen.
 #[test]
 fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
     // The disk notices that the server is about to end by a refused request, or by the end of one

@@ -55,7 +55,7 @@
 //!
 //! Data that the page cache has lost remain lost, as in `shadowbell-disk-file`: flushes fail until
 //! the image is opened again. If another process truncates the file, all requests fail as soon as
-//! that is detected, which is before a write or after a read.
+//! the truncation is detected: before the next write, or after the next read.
 //!
 //! # Trust
 //!

@@ -173,8 +173,8 @@ impl Format {
         all & layout.all()
     }
 
-    /// Bytes of the cluster in these subclusters. An external data file has none beyond the end of
-    /// the disk.
+    /// Bytes of the cluster that the step writes. In an external data file, the cluster ends at the
+    /// end of the disk.
     fn written_bytes(&self, step: &Step) -> Range<u64> {
         let (mask, unit) = (self.written(step), self.layout.unit());
         let end = u64::from(u32::BITS - mask.leading_zeros()) * unit;

@@ -1,10 +1,10 @@
 //! The NVMe shadow doorbell protocol (Doorbell Buffer Config), both ends, model-checked.
 //!
 //! A host notifies an NVMe controller of submitted commands, or of consumed completions, by writing
-//! a position to a *doorbell register*. If the controller is emulated, that write traps. The trap
-//! costs an exit from the host's virtual machine for each command, which is most of the cost of an
-//! emulated disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host
-//! gives the controller two pages of its memory, with an entry per doorbell in each:
+//! a position to a *doorbell register*. If the controller is emulated, that write traps. For each
+//! command, the trap costs an exit from the host's virtual machine: most of the cost of an emulated
+//! disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host gives the
+//! controller two pages of its memory, with an entry per doorbell in each:
 //!
 //! ```text
 //!             host                    memory                     controller

@@ -137,7 +137,8 @@ impl SharedBytes {
         let mut value = MaybeUninit::<T>::uninit();
         let into = value.as_mut_ptr().cast::<u8>();
         // The read is volatile, so that the compiler cannot read the shared memory a second time.
-        // The copy uses the largest units and not a `T`, which would be read field by field.
+        // The copy uses the largest units and not a `T`, because a `T` would be read field by
+        // field.
         let mut at = 0;
         // SAFETY: `size_of::<T>()` bytes at `from` are mapped and readable, and `into` has the same
         // length. The three calls together copy all of these bytes.

@@ -74,8 +74,8 @@ pub fn defer(fds: impl IntoIterator<Item = OwnedFd>) {
 }
 
 /// True if so many descriptors wait to be closed that no more should be received. False if all
-/// closing threads are blocked, because the client that has sent these descriptors must not delay
-/// other clients for ever.
+/// closing threads are blocked: the client whose descriptors block them must not delay other
+/// clients for ever.
 pub fn is_behind() -> bool {
     CLOSER.is_behind()
 }

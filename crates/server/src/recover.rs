@@ -382,7 +382,8 @@ fn endpoints(items: &mut Checkpoint) -> Option<Endpoints> {
     restored.inspect_err(|why| warn!("the control socket is created anew: {why:#}")).ok()
 }
 
-/// Takes the list of what is served out of the checkpoint, and checks its version.
+/// Takes the list of the served controllers, disks and exports out of the checkpoint, and checks
+/// its version.
 fn complete(items: &mut Checkpoint) -> anyhow::Result<Complete> {
     let all: Items = items.all.remove_entry(COMPLETE).into_iter().collect();
     let (complete, _): (Complete, _) = decode(&all, COMPLETE)?;

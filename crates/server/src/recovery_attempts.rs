@@ -247,8 +247,8 @@ mod tests {
         next_after(attempts, slots, by_fault, 0)
     }
 
-    /// Returns the table of the next process after a death, which is the `all`th by the
-    /// supervisor's count.
+    /// Returns the table of the next process after a death. `all` is the supervisor's count of
+    /// deaths, including this death.
     fn next_after(attempts: &Attempts, slots: &[Slot], by_fault: bool, all: u8) -> Attempts {
         let table = attempts.table.try_clone().unwrap();
         let mut next = Attempts::of(table);

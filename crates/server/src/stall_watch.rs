@@ -111,8 +111,8 @@ struct Scanner {
     limit: Duration,
     /// Requests of the last scan.
     seen: HashMap<RequestKey, Seen>,
-    /// Number of cancelled writes of each disk in the last scan, and the time at which it first had
-    /// some.
+    /// Number of cancelled writes of each disk in the last scan, and the time of the first scan
+    /// that found cancelled writes.
     orphans: HashMap<String, (u64, Instant)>,
     /// Time of the last scan in which a request of the disk had ended.
     progress: HashMap<String, Instant>,
@@ -347,7 +347,8 @@ mod tests {
         assert!(!scanner.is_stalled("a", &requests(None), None, at(1000)), "a long discard");
         // Nothing has ended for 1000 s, because all requests wait for a low limit.
         assert!(!scanner.is_stalled("b", &short, Some(4), at(1000)));
-        // From 1000 s on, three requests wait for the limit, so the storage has the fourth one.
+        // From 1000 s on, only three requests wait for the limit, so the fourth request is in
+        // flight at the storage.
         assert!(!scanner.is_stalled("b", &short, Some(3), at(1004)));
         assert!(scanner.is_stalled("b", &short, Some(3), at(1005)));
     }

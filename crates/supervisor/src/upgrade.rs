@@ -256,7 +256,7 @@ impl Supervisor {
     }
 
     /// Sets the new program for later restarts. The new process has recovered and writes its own
-    /// checkpoint, which only its program can be expected to read.
+    /// checkpoint, and the old program may be unable to read this checkpoint.
     pub(super) fn replacement_recovered(&mut self) {
         if let Some(replacement) = &self.replacement {
             self.program.clone_from(&replacement.program);

@@ -2,9 +2,9 @@
 //! memory, exceeds them and fails.
 //!
 //! The allocator counts memory over all threads. The tests run several programs concurrently, so
-//! the limit is more than all of them use together. Time is CPU time of the thread that runs the
-//! program, so other load of the machine has no effect. A step is a few messages or commands, and
-//! the time limit is a hundred times their cost.
+//! the limit is higher than the memory of all of them together. Time is CPU time of the thread that
+//! runs the program, so other load of the machine has no effect. A step is a few messages or
+//! commands, and the time limit is a hundred times their cost.
 
 use cap::Cap;
 use rustix::time::{ClockId, clock_gettime};

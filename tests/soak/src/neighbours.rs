@@ -1,5 +1,5 @@
-//! `cargo xtask soak neighbours`: one server with hundreds of controllers, one in eight of which
-//! belongs to an attacker.
+//! `cargo xtask soak neighbours`: one server with hundreds of controllers. An eighth of them
+//! belongs to attackers.
 
 use shadowbell_testing::wait::LIMIT;
 use std::path::PathBuf;

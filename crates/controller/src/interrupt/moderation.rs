@@ -189,8 +189,8 @@ impl Moderation {
         self.held = None;
     }
 
-    /// Learns the submission pace, which is possible only while an interrupt is held: then the
-    /// clock is read often enough, and no interrupts disturb the host.
+    /// Learns the submission pace. Only while an interrupt is held, the clock is read often enough,
+    /// and no interrupts disturb the host.
     fn see_submissions(&mut self, now: Instant) {
         if !std::mem::take(&mut self.has_submitted) {
             return;

@@ -431,7 +431,7 @@ impl<S: Shape> Uring<S> {
         }
         if state.uring.completion().len() == usize::from(state.has_processed_entry) {
             let submission = state.uring.submission();
-            // The kernel has further completions, which it adds to the completion queue only when
+            // The kernel has further completions. It adds them to the completion queue only when
             // this thread enters the kernel.
             let due = submission.taskrun() || submission.cq_overflow();
             drop(submission);

@@ -61,8 +61,8 @@ impl StopState {
         }
     }
 
-    /// Stopped state; `None` if no request is held, or if the held ones are being submitted again
-    /// after a resume.
+    /// Stopped state; `None` if no request is held, or if the held requests are being submitted
+    /// again after a resume.
     pub(super) fn stopped(&self) -> Option<Stopped> {
         let state = self.state.lock();
         let reason = state.reason.filter(|_| state.held != 0 && !state.is_resumed)?;

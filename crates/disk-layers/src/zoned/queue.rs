@@ -487,8 +487,7 @@ impl Queue for ZonedQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         match task.kind {
             Kind::Reset { stage: Stage::Asking, .. } => {
-                // The queue's next `reap` takes this notification, and ends the request with that
-                // outcome.
+                // The bell notifies the queue: its next `reap` ends the request with this outcome.
                 task.outcome = Err(DiskError::Cancelled);
                 self.bell.ring(task.serial);
             }

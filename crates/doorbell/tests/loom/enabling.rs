@@ -1,5 +1,5 @@
-//! Doorbell Buffer Config with commands in flight, for hosts that use shadow doorbells on the queue
-//! afterwards and for hosts that do not.
+//! Doorbell Buffer Config with commands in flight. Some hosts use shadow doorbells on the queue
+//! afterwards, and others do not.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;

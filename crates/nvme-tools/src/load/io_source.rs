@@ -110,8 +110,8 @@ pub(super) struct Checked {
     /// Byte offset of the job's share in the namespace.
     start: u64,
     seed: u32,
-    /// True if the run only reads, and verifies content that an earlier run wrote. A run that
-    /// writes verifies only the blocks that it wrote itself.
+    /// True if the run only reads, and verifies content of an earlier run. A run with writes
+    /// verifies only the blocks that it has written itself.
     only_reads: bool,
     /// Next block of the verification pass.
     back: Option<usize>,

@@ -90,8 +90,8 @@ fn resets(server: &Server) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _over = SetOnDrop(&is_over);
-            // Resets are repeated until one has ended a request. On a memory disk, usually all
-            // requests have completed before.
+            // Resets are repeated until a reset has ended a request. On a memory disk, usually all
+            // requests have completed before the reset.
             let in_vain = |n| n < MOST_RESETS && ended_by_reset.load(Ordering::Relaxed) == 0;
             for n in (0..).take_while(|n| *n < RESETS || in_vain(*n)) {
                 let pause = if n < RESETS { 10_000 + n * 7_000 % 23_000 } else { 500 + n * 7 % 97 };

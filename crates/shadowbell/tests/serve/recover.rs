@@ -73,7 +73,7 @@ fn a_verifying_load_survives_twenty_kills() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
-/// A client shares its memory in many pieces. The checkpoints after this do not contain them again.
+/// A client shares its memory in many pieces. Later checkpoints do not contain these pieces again.
 /// Recovery after a crash, an upgrade and another crash maps all pieces that the client has not
 /// unmapped.
 #[test]

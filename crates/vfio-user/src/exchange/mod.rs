@@ -39,8 +39,8 @@ pub(crate) struct Exchanged {
     pub(crate) sent: Result<usize, Errno>,
     /// Number of removed bytes.
     pub(crate) received: Result<usize, Errno>,
-    /// Descriptors that arrived with the removed bytes. They duplicate those that the reactor
-    /// received when it read the message without removing it.
+    /// Descriptors that arrived with the removed bytes. The reactor has received duplicates of them
+    /// before, when it read the message without removing it.
     pub(crate) fds: Vec<PeerFd>,
 }
 

@@ -220,7 +220,8 @@ impl Session {
     }
 
     /// Sends the reply and removes its request from the socket, in one step if possible. If the
-    /// process died between two steps, the next process would not know which of them were done.
+    /// process died between two steps, the next process would not know whether the second step was
+    /// done.
     fn reply_and_receive(
         &mut self,
         len: usize,
@@ -275,8 +276,8 @@ impl Session {
         Ok(())
     }
 
-    /// Sets whether another process also has the socket, and serves the client on it. If so,
-    /// dropping the session does not affect the client.
+    /// Sets whether another process also has the socket, and serves the client on it. If `is_lent`
+    /// is true, dropping the session does not affect the client.
     pub(super) fn set_lent(&mut self, is_lent: bool) {
         self.socket.set_lent(is_lent);
     }
