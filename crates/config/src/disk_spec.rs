@@ -121,7 +121,8 @@ pub fn image(spec: &str) -> Option<(PathBuf, bool)> {
     Some((path, options.read_only))
 }
 
-/// Size of a disk in memory, which is the memory that it uses when full. `None` for other disks.
+/// Size of a disk in memory: the amount of memory that it uses when it is full. `None` for other
+/// disks.
 #[must_use]
 pub fn memory_of(spec: &str) -> Option<u64> {
     let name = spec.split('?').next().unwrap_or_default();

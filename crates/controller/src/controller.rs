@@ -556,11 +556,11 @@ impl Controller {
         Ok(nsid)
     }
 
-    /// Sets the state of an ANA group (1 or higher) for this controller, which must belong to a
-    /// [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access Change,
-    /// if it has enabled that event. Later commands for the group's namespaces are executed or
-    /// refused according to the state. Commands in flight end normally. `done` runs when they have
-    /// ended. If the controller is dropped earlier, `done` is dropped without a call.
+    /// Sets the state of an ANA group (1 or higher) for this controller. The controller must belong
+    /// to a [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access
+    /// Change, if it has enabled that event. Later commands for the group's namespaces are executed
+    /// or refused according to the state. Commands in flight end normally. `done` runs when they
+    /// have ended. If the controller is dropped earlier, `done` is dropped without a call.
     pub fn set_ana_state(&self, group: u32, state: AnaState, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.set_ana_state(cx, (group, state), Box::new(done)));
     }

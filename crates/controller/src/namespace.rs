@@ -22,8 +22,7 @@ pub(crate) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 /// Maximum size of a Copy command in bytes (MCL, MSSRL). An I/O thread buffers the data of a whole
 /// command, so the size equals the smallest MDTS that a controller may have.
 pub(crate) const COPY_BYTES: usize = 1 << 20;
-/// Maximum number of source ranges of a Copy command (MSRC), which is the number that fits into a
-/// page.
+/// Maximum number of source ranges of a Copy command (MSRC): the number that fits into a page.
 pub(crate) const COPY_RANGES: usize = 128;
 
 /// Common properties of all namespaces in Identify Controller. A host reads them once and applies
@@ -91,7 +90,7 @@ impl Namespaces {
     }
 
     /// Adds the pool's namespaces that a sanitize operation blocks. They are barred (not served) in
-    /// the first returned set, and placeholders in the second one, which is for Identify.
+    /// the first returned set. In the second set, which is for Identify, they are placeholders.
     pub(crate) fn with_barred(&self, state: &PoolState) -> (Self, Self) {
         let (mut serving, mut identified) = (self.clone(), self.clone());
         if let Some(status) = state.sanitize.barrier() {

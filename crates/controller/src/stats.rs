@@ -361,8 +361,8 @@ pub struct SleepStats {
     pub awake_ns: u64,
     /// Number of the I/O thread, from 0.
     pub worker: usize,
-    /// True if the controller is parked on this I/O thread, which does not poll it until a doorbell
-    /// write arrives.
+    /// True if the controller is parked on this I/O thread: the thread does not poll it until a
+    /// doorbell write arrives.
     pub parked: bool,
 }
 

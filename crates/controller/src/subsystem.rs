@@ -542,7 +542,8 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         let gone = self.shared.state.lock().members.remove(&self.cntlid);
-        // Dropping the member's changes drops their latches, which must not happen under the lock.
+        // The member's changes must not be dropped under the lock, because that drops their
+        // latches.
         drop(gone);
     }
 }

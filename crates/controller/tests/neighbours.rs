@@ -169,8 +169,7 @@ fn requests_in_flight_are_limited_by_the_quota() {
     assert_eq!(held.seen().len(), 4000);
 }
 
-/// Returns true if the controller's only I/O thread sleeps, which means that its awake time does
-/// not grow.
+/// Returns true if the controller's only I/O thread sleeps: its awake time does not grow.
 fn is_asleep(host: &Host) -> bool {
     let awake = || host.controller.stats().workers[0].awake_ns;
     let before = awake();

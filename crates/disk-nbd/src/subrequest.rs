@@ -111,7 +111,7 @@ pub(crate) struct Subrequests {
     free: Vec<u32>,
     next: u64,
     /// Lists of indexes into `slots`, by queue number. Each request of a queue has its own list,
-    /// which contains its subrequests.
+    /// with the request's subrequests.
     owned: Vec<Lists>,
 }
 

@@ -185,9 +185,9 @@ impl Image {
         self.note_loss();
     }
 
-    /// Releases the locks of the files, unless a check runs or the reserve still holds clusters,
-    /// which have to be released first. Returns true if the locks were released. From then on, the
-    /// next process may change the files.
+    /// Releases the locks of the files, unless a check runs or the reserve still holds clusters
+    /// (these have to be released first). Returns true if the locks were released. From then on,
+    /// the next process may change the files.
     pub(crate) fn try_release_lock(&self) -> bool {
         let Some(mut is_released) = self.is_released.try_lock() else { return false };
         if self.is_checking() || !self.format.is_settled() {

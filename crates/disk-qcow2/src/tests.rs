@@ -503,7 +503,7 @@ fn more_tables_than_fit_into_the_file_are_refused() {
     let path = directory.path().join("disk.qcow2");
     crate::create(&path, SIZE).unwrap();
     let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-    // The L1 table refers to consecutive L2 tables, which are all in a hole of the file. So the
+    // The L1 table refers to consecutive L2 tables. All of these are in a hole of the file. So the
     // file occupies little space.
     let l1: Vec<u8> = (0..TABLES).flat_map(|n| ((1 << 30) + (n << 16)).to_be_bytes()).collect();
     file.write_all_at(&l1, 1 << 20).unwrap();

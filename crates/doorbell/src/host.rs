@@ -181,7 +181,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// Publishes `new` and defers the check of EventIdx to
-    /// [`needs_notification`](Self::needs_notification), which must be called before the caller
+    /// [`needs_notification`](Self::needs_notification). The caller must call that method before it
     /// waits for the controller or stops submitting. Returns true if the register has to be written
     /// now, for an earlier update or because there is no trusted shadow entry.
     ///

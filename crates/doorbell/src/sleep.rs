@@ -126,7 +126,7 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
     /// Returns the permit to block, or `None` if there is work to do first.
     ///
     /// A doorbell that was armed and not rechecked counts as work. So a forgotten recheck keeps the
-    /// thread awake, which is noticed at once, and does not cause a rare lost wakeup.
+    /// thread awake. This is noticed at once, in contrast to a rare lost wakeup.
     #[inline]
     #[must_use = "without the permit there is work to do"]
     pub fn try_sleep(self) -> Option<Asleep<'a, C, F>> {

@@ -42,7 +42,7 @@ pub(crate) fn attach(
         Err(AttemptError { error, fatal: true }) => {
             tracing::warn!("{error}; resetting it and trying once more");
             // The second attempt is made even if the transport cannot reset the function: each
-            // attempt begins by disabling the controller, which is a controller reset as well.
+            // attempt begins by disabling the controller, and that is a controller reset as well.
             if let Err(error) = transport.reset() {
                 tracing::debug!("{error}");
             }

@@ -180,7 +180,7 @@ impl SharedBytes {
     ///
     /// # Safety
     /// `count` times 64 bytes must be readable at `lines`. The same number of bytes from `offset`
-    /// must lie inside the window, which must be writable.
+    /// must lie inside the window, and the window must be writable.
     #[inline]
     pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
         let into = self.ptr.as_ptr().wrapping_add(offset);
@@ -349,7 +349,7 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Prefetches the cache line at `offset` for writing, which takes the line from other
+    /// Prefetches the cache line at `offset` for writing. This takes the line from other
     /// processors. The offset may be outside of the window; a useless prefetch has no other effect.
     #[inline]
     pub fn prefetch_for_write(&self, offset: usize) {

@@ -16,7 +16,7 @@ pub enum AfterChange {
     Unknown,
 }
 
-/// Change of a queue's [`View`], which moves the data of requests in flight to the new view.
+/// Change of a queue's [`View`]: moves the data of requests in flight to the new view.
 ///
 /// The owner of unmapped memory waits until no request uses an older view. So a request that waits
 /// for hung storage would delay every unmap, also of memory that it does not use. A disk that

@@ -23,7 +23,7 @@ static OPEN_FILES: OnceLock<Option<File>> = OnceLock::new();
 
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
 /// guest with many queues needs a descriptor per interrupt. The soft limit is low by default for
-/// programs that use `select`, which this program does not.
+/// programs that use `select`. This program does not use it.
 pub fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: maximum, maximum };
@@ -80,8 +80,8 @@ fn in_use() -> Option<u64> {
         return Some(status.stx_size);
     }
     // Kernels before 6.2 do not report the number of open files as this size. There, a new
-    // descriptor is opened: it has the lowest free number, which is the number of open files,
-    // unless a descriptor with a lower number than another open one was closed.
+    // descriptor is opened: it has the lowest free number. This is the number of open files, unless
+    // a descriptor with a lower number than another open one was closed.
     let lowest = fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0).ok()?;
     Some(lowest.as_raw_fd().unsigned_abs().into())
 }

@@ -53,7 +53,7 @@ impl Slot {
         Self(2 * index as u64 + 2)
     }
 
-    /// Slot of the disk whose item has this key, which ends with a unique number.
+    /// Slot of the disk whose item has the key `key`. The key ends with a unique number.
     pub(super) fn of_disk(key: &str) -> Self {
         Self(2 * checkpoint_items::number(key).unwrap_or_default() + 3)
     }

@@ -63,7 +63,7 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>, limit: Duration) {
         std::thread::sleep(INTERVAL);
         if is_idle {
             // Returns at once if an I/O thread was awake during the interval. Otherwise all of them
-            // sleep, and the next request wakes one, which changes the activity and ends this wait.
+            // sleep. The next request wakes a thread, and this activity ends the wait.
             wait_for_activity(LONGEST_SLEEP, || {
                 let now = changes.upgrade().map(|changes| changes.pool().activity());
                 is_over.load(Ordering::Acquire) || now != Some(activity)
@@ -201,8 +201,8 @@ impl Scanner {
     }
 
     /// Compares the requests in flight with those of the last scan. A missing request has ended,
-    /// which is progress of its disk, unless `has_dropped` is true: a reset of the controller may
-    /// have dropped the request without an answer of the storage.
+    /// and this counts as progress of its disk. The exception is `has_dropped`: a reset of the
+    /// controller may have dropped the request without an answer of the storage.
     fn update(
         &mut self,
         in_flight: HashMap<RequestKey, (String, bool)>,

@@ -62,7 +62,7 @@ impl SglDescriptor {
         Self::of(TYPE_BIT_BUCKET, 0, length)
     }
 
-    /// Segment with `length` bytes of descriptors at `address`, which is not the last segment.
+    /// Segment with `length` bytes of descriptors at `address`, except the last segment.
     pub const fn segment(address: u64, length: u32) -> Self {
         Self::of(TYPE_SEGMENT, address, length)
     }

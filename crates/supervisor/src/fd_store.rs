@@ -18,8 +18,8 @@
 //!
 //! * A message of a server process is peeked at, queued in the store, and only then removed from
 //!   the server process's socket, which is part of the snapshot. So each message is in the store or
-//!   in that socket. If the supervisor is killed between the two steps, the message is in both and
-//!   is applied twice, which has the same result as once.
+//!   in that socket. If the supervisor is killed between the two steps, the message is in both
+//!   places and is applied twice. The result is the same as once.
 //! * A server process is in the store before the supervisor sends it anything.
 //! * Descriptors that a server process has released stay in the store for a moment ([`STALE`]).
 //!   Until the next snapshot, a client whose connection the server process has closed may not

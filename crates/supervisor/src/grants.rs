@@ -247,8 +247,8 @@ impl Grants {
             image.was_stored |= stored.contains(&image.id);
         }
         self.changes += u64::from(!gone.is_empty());
-        // Another thread closes the descriptors, because the close of the last one of a deleted
-        // file frees its blocks, which may take long.
+        // Another thread closes the descriptors, because the close of the last descriptor of a
+        // deleted file frees the file's blocks, and that may take long.
         deferred_close::close(gone.into_iter().filter_map(|image| Arc::into_inner(image.file)));
     }
 

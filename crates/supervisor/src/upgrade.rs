@@ -74,8 +74,8 @@ impl Supervisor {
         }
     }
 
-    /// Sends the running process's checkpoint to the next process, which has started its threads,
-    /// for a check.
+    /// Sends the running process's checkpoint to the next process, for a check. The next process
+    /// has started its threads.
     pub(super) fn check_checkpoint(&mut self) {
         let (Some(upgrade), Some(worker)) = (&mut self.upgrade, &self.worker) else { return };
         let Some(checked) = worker.copy_of_checkpoint() else {

@@ -96,8 +96,7 @@ pub struct MigrationStats {
 }
 
 impl Guest {
-    /// Creates a guest with `pairs` I/O queue pairs, which has enabled the controller behind
-    /// `client`.
+    /// Creates a guest with `pairs` I/O queue pairs, and enables the controller behind `client`.
     pub fn boot(client: Client, pairs: u16, shadow: bool) -> Self {
         let memory = Mapping::shared("guest", MEMORY).expect("memory");
         let events = (0..=pairs).map(|_| EventFd::new().expect("an eventfd")).collect();
@@ -385,8 +384,8 @@ impl Guest {
         (target, stream, moved)
     }
 
-    /// Resumes the guest with the device behind `client`, which gets `memory` and the device state
-    /// `stream`.
+    /// Resumes the guest with the device behind `client`. The device gets `memory` and the device
+    /// state `stream`.
     ///
     /// # Errors
     ///

@@ -152,8 +152,8 @@ impl Session {
         Ok(())
     }
 
-    /// Encrypts data of `parts`. Returns the number of bytes that were accepted, which is 0 while
-    /// output is [pending](Self::is_pending). The caller has to call [`flush`](Self::flush) next.
+    /// Encrypts data of `parts`. Returns the number of accepted bytes: 0 while output is
+    /// [pending](Self::is_pending). The caller has to call [`flush`](Self::flush) next.
     ///
     /// # Errors
     ///

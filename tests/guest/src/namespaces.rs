@@ -340,8 +340,8 @@ impl Records {
         Ok(Self(records))
     }
 
-    /// Times of a change, from the trace records after the change and before `next`, which is the
-    /// time of the next change.
+    /// Times of a change, from the trace records between the change and `next`, the time of the
+    /// next change.
     fn event_times(&self, change: &Change, next: Option<Instant>) -> Result<EventTimes> {
         let since = |at: Instant| at.saturating_duration_since(change.at);
         let is = |record: &Admin, opcode: AdminOpcode| record.opcode == Some(opcode as u64);

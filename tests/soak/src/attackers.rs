@@ -112,7 +112,7 @@ impl Attacker {
             counters.record_aborted(format!("{}: {error:#}", attack.name));
         }
         field.resets.iter().for_each(|time| counters.record_reset(*time));
-        // The reset of a guest that was disconnected fails, which is no error here.
+        // The reset of a guest that was disconnected fails. This is no error here.
         for guest in &mut field.guests {
             if let Ok(time) = guest.reset() {
                 counters.record_reset(time);

@@ -89,8 +89,8 @@ pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
             let ended = counts.is_some();
             let (passed, failed) = counts.unwrap_or_default();
             report.include(passed, &failed);
-            // A job that has reported failed checks also has a failing exit status, which is not
-            // reported in addition.
+            // A job that has reported failed checks also has a failing exit status. This status is
+            // not reported in addition.
             if !ended || failed.is_empty() && result.is_err() {
                 report.begin(&name);
                 report.check("the program ends with a summary", |_| -> Result<()> {

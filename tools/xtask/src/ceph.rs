@@ -91,7 +91,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
             Ok(())
         });
     }
-    // This test comes last, because it kills an OSD, which leaves a degraded cluster.
+    // This test comes last, because it kills an OSD, and so leaves a degraded cluster.
     let victim = cluster.directory.path().join("run/osd.0.pid");
     let mut deadly = test();
     deadly.env("SHADOWBELL_CEPH_VICTIM", victim).arg("a_writer_survives_a_killed_osd");
@@ -212,7 +212,7 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
         ("osd_objectstore", "memstore"),
         ("memstore_device_bytes", "1073741824"),
         // Without this option, Ceph stores an object that is written at random offsets as many
-        // small pieces, which makes its reads slow.
+        // small pieces, so that reads of the object are slow.
         ("memstore_page_set", "true"),
         ("osd_memory_target", "939524096"),
         ("osd_pool_default_pg_num", "8"),

@@ -42,7 +42,7 @@ pub(crate) struct AsyncEvents {
 
 impl AsyncEvents {
     /// Adds an Asynchronous Event Request. If an event is pending, returns the completion of the
-    /// oldest outstanding request, which is not necessarily the new one.
+    /// oldest outstanding request. That is not necessarily the new request.
     ///
     /// # Errors
     /// Asynchronous Event Request Limit Exceeded.

@@ -138,8 +138,8 @@ impl Engine {
         let (second, listed) = match len.saturating_sub(first) {
             0 => (None, 0),
             left if left <= page => (Some(sqe.prp2()), 0),
-            // The further pages are in a PRP list, which is not read again: each page counts as
-            // new.
+            // The addresses of the further pages are in a PRP list. The list is not read again, so
+            // each page counts as new.
             left => (Some(sqe.prp2()), left.div_ceil(page) as usize),
         };
         let places = std::iter::once(sqe.prp1()).chain(second);

@@ -208,7 +208,7 @@ impl JournalPart {
         })
     }
 
-    /// Records the command of request `tag`, which is in flight: number `count` of queue `sqid`.
+    /// Records a command in flight: the command of request `tag`, number `count` of queue `sqid`.
     #[inline]
     pub(crate) fn record(&mut self, tag: u32, sqid: u16, count: u32, sqe: &Sqe) {
         self.record_as(tag, key(self.generation, sqid, count), sqe);

@@ -39,16 +39,16 @@ impl TraceFile {
     /// An older trace at `path` is replaced.
     ///
     /// # Errors
-    /// An OS error; `AlreadyExists` if another file than a trace is at `path`, which stays
-    /// unchanged; `InvalidInput` if the file would be larger than 1 GiB.
+    /// An OS error; `AlreadyExists` if another file than a trace is at `path` (this file stays
+    /// unchanged); `InvalidInput` if the file would be larger than 1 GiB.
     pub fn create(path: &Path, workers: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
         Self::create_with_spare(path, workers, 0, records_per_worker)
     }
 
     /// Creates the file like [`create`](Self::create), with rings for up to `spare` more threads,
     /// as far as the maximum file size permits. Spare rings are for the threads with the highest
-    /// numbers, which may never start. So the space of a spare ring is allocated when its thread
-    /// takes it.
+    /// numbers: these threads may never start. So the space of a spare ring is allocated when its
+    /// thread takes it.
     ///
     /// # Errors
     /// Those of [`create`](Self::create).

@@ -238,7 +238,7 @@ impl Pool {
         *self.0.tracing.file.lock() = Some(Arc::clone(file));
         self.0.tracing.on.store(true, Relaxed);
         for (index, place) in self.0.handles.iter().enumerate() {
-            // If `file` has no ring for a thread, the message contains `None`, which ends an
+            // If `file` has no ring for a thread, the message contains `None`, and so ends an
             // earlier trace of the thread.
             if let Some(handle) = place.get() {
                 handle.mailbox.send(Message::Trace(file.worker(index as u16)));
@@ -246,8 +246,8 @@ impl Pool {
         }
     }
 
-    /// Ends the trace. A thread may still write records until it has handled the message, which can
-    /// be after this call.
+    /// Ends the trace. A thread may still write records until it has handled the message, possibly
+    /// after this method has returned.
     pub fn end_trace(&self) {
         let _spare = self.0.spare.lock();
         self.0.tracing.on.store(false, Relaxed);

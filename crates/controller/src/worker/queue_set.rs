@@ -218,7 +218,7 @@ impl QueueSet {
                         if let Some(journal) = &mut self.journal {
                             // The entry is read from the ring again, so that the compiler can hold
                             // the first copy in registers. The host may have changed the entry in
-                            // between, which is harmless, because recovery validates it.
+                            // between. This is harmless, because recovery validates the entry.
                             let slot = sq.layout.size.back(head, 1);
                             let count = sq.fetched.wrapping_add(done - 1);
                             let tag = self.engine.last_tag();

@@ -25,7 +25,7 @@ impl Script {
         Self { queues: Arc::default(), flusher }
     }
 
-    /// Adds a ring to the script, which then completes the calls of the ring.
+    /// Adds a ring to the script. Then the script completes the calls of the ring.
     pub(super) fn adopt<T>(&self, mut ring: Ring<T>) -> Ring<T> {
         self.queues.lock().extend(ring.set_scripted());
         ring

@@ -96,7 +96,7 @@ impl Command {
 }
 
 impl Namespace {
-    /// Length in bytes of the first command of a call for `len` bytes, which may need several
+    /// Length in bytes of the first command of a call for `len` bytes. The call may need several
     /// commands.
     pub(super) fn max_len(&self, moves_data: bool, len: u64) -> u64 {
         let max_transfer =

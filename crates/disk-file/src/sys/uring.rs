@@ -342,7 +342,7 @@ impl<S: Shape> Uring<S> {
     pub(super) unsafe fn push_entry(&mut self, entry: &S) -> bool {
         let state = self.state();
         // SAFETY: the caller guarantees that the memory of the entry stays valid. The file is open
-        // until the queue is closed, which waits for the completion.
+        // until the queue is closed, and the close waits for the completion.
         let is_pushed = unsafe { state.uring.submission().push(entry) }.is_ok();
         state.prepared += usize::from(is_pushed);
         is_pushed

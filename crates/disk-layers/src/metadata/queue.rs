@@ -63,7 +63,7 @@ impl Drop for OfAll {
     }
 }
 
-/// Tag for a request to the disk below, which transfers the data or the metadata of a task.
+/// Tag for a request to the disk below. The request transfers the data or the metadata of a task.
 fn tag_of(key: u32, is_metadata: bool) -> u32 {
     key << 1 | u32::from(is_metadata)
 }

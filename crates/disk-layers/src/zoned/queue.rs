@@ -101,7 +101,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Starts the flush after a FUA write, which makes the data and the write pointer durable.
+    /// Starts the flush after a FUA write. This flush makes the data and the write pointer durable.
     /// `own` is the buffer of the task. If the flush completes inline, the buffer is returned in
     /// `data`.
     fn flush(&mut self, key: u32, own: Segments, data: &mut Segments) -> Submitted {

@@ -2,9 +2,9 @@
 //! EventIdx makes the host ring without need.
 //!
 //! The modelled memory is sequentially consistent, with one exception: the controller's store to
-//! EventIdx may stay invisible until it posts the next completion, which is a release store. The
-//! host's update is either one step, or two steps with arbitrary events between its shadow store
-//! and its EventIdx load.
+//! EventIdx may stay invisible until the controller posts the next completion (a release store).
+//! The host's update is either one step, or two steps with arbitrary events between its shadow
+//! store and its EventIdx load.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::collections::HashMap;

@@ -156,8 +156,8 @@ fn a_head_cannot_pass_the_tail() {
     assert_eq!(head.poll(3), Err(InvalidDoorbell { value: 4 }));
     assert_eq!(head.poll(3), Ok(0));
     assert_eq!(head.poll(4), Ok(4), "posted meanwhile");
-    // A head that moves backwards is interpreted as a move forwards by nearly the whole ring, which
-    // would pass the tail.
+    // A head that moves backwards is interpreted as a move forwards by nearly the whole ring. That
+    // move would pass the tail.
     cells.ring(3);
     assert_eq!(head.poll(6), Err(InvalidDoorbell { value: 3 }));
     cells.ring(6);

@@ -30,7 +30,7 @@ impl Default for SpinPolicy {
 /// Current polling time of a [`SpinPolicy`].
 ///
 /// A wait that includes a sleep overestimates the device's latency: it includes the interrupt and
-/// the wakeup, which can double the wait. So a fast device looks slow while the queue sleeps.
+/// the wakeup, and these can double the wait. So a fast device looks slow while the queue sleeps.
 /// Therefore the queue regularly polls for the maximum time, as a trial.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpinWindow {

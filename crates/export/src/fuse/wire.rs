@@ -71,7 +71,7 @@ const HEADER: usize = 40;
 pub(super) const WRITE_HEAD: usize = HEADER + 40;
 /// Size of an answer header, in bytes.
 const REPLY: usize = 16;
-/// Length in bytes of the longest answer without data, which is that with attributes.
+/// Length in bytes of the longest answer without data: the answer with attributes.
 const LONGEST: usize = REPLY + 16 + ATTRIBUTES;
 const ATTRIBUTES: usize = 88;
 

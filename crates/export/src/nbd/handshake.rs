@@ -11,7 +11,7 @@ use std::sync::Arc;
 const MAX_OPTION: u32 = 64 << 10;
 /// Length in bytes of the longest option that is skipped. A longer one ends the session.
 const MAX_SKIPPED: u32 = 16 << 20;
-/// Largest number of options in a session, which limits the length of the handshake.
+/// Largest number of options in a session. It limits the length of the handshake.
 const MAX_OPTIONS: u32 = 1024;
 /// Identifier of the metadata context [`BASE_ALLOCATION`] in replies.
 pub const ALLOCATION_CONTEXT: u32 = 1;

@@ -211,7 +211,7 @@ enum Tag {
     Ours,
     /// The driver, with the tag's buffer.
     Driver(Vec<u8>),
-    /// The kernel, which executes a read or write of the image's file for the request.
+    /// The kernel, for a read or write of the image's file that the request consists of.
     Called,
 }
 

@@ -310,8 +310,8 @@ mod tests {
             wanted.push(ring.wants_notification());
         }
         assert_eq!(wanted, [false, true, false]);
-        // The guest requests an interrupt for the fifth answer, which is in the middle of three
-        // answers that are published together.
+        // The guest requests an interrupt for the fifth answer: the middle one of three answers
+        // that are published together.
         put(&bytes, event, 4);
         (0..3).for_each(|_| ring.put(0, 1));
         ring.publish();

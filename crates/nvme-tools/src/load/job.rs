@@ -10,8 +10,8 @@ use hdrhistogram::Histogram;
 use shadowbell_driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use std::time::{Duration, Instant};
 
-/// A paced job spins instead of sleeping if its next I/O is due sooner than this, which is somewhat
-/// longer than the wake-up latency of a thread.
+/// A paced job spins instead of sleeping if its next I/O is due sooner than this. The time is
+/// somewhat longer than the wake-up latency of a thread.
 const SPIN_BEFORE_DUE: Duration = Duration::from_micros(200);
 
 /// Bit of an element of `Job::stamps`: the I/O is a write of a mixed workload.

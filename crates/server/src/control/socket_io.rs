@@ -1,8 +1,8 @@
 //! Client connection for hyper that needs only the system calls `read` and `write`. tokio's own
 //! streams use further system calls, each of which the sandbox would have to allow.
 //!
-//! A client of the control socket can pass a descriptor with a request, which only this module
-//! receives.
+//! A client of the control socket can pass a descriptor with a request. Only this module receives
+//! these descriptors.
 
 use anyhow::anyhow;
 use parking_lot::Mutex;

@@ -129,7 +129,7 @@ impl Service {
     }
 
     /// Starts an export process, again and again until one succeeds. It fails while the image is
-    /// locked, which is as long as writes of the dead process are in flight.
+    /// locked, that is, while writes of the dead process are in flight.
     fn run(&mut self, mut directory: TempDir, variables: &[(&str, &str)]) {
         let arguments: Vec<_> = self.arguments.iter().map(String::as_str).collect();
         let deadline = wait::deadline();

@@ -27,7 +27,7 @@ pub(crate) fn check_disk_type(disk: &str) {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Runs `verify` with reads, writes, flushes, zeroes, deallocations and compares, which checks
+/// Runs `verify` with reads, writes, flushes, zeroes, deallocations and compares. `verify` checks
 /// every byte.
 fn verify_mixed_io(server: &Server) {
     let target = format!("vfio-user:{}/1", server.socket().display());

@@ -12,7 +12,7 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use std::os::unix::net::UnixStream;
 
-/// Runs `ctl`, which must fail with this status and an error that has `words`.
+/// Runs `ctl`. It must fail with the given status and an error that has `words`.
 #[track_caller]
 fn refused(server: &Server, arguments: &[&str], status: i32, words: &str) {
     let (code, _, errors) = ctl(server, arguments);

@@ -18,7 +18,7 @@ use crate::descriptor::{Closer, PeerFd};
 /// Creates the io_uring instances of `count` reactors, before the process installs its system call
 /// filter: the filter forbids the creation of more. A reactor without an instance sends a reply and
 /// removes its request in two system calls. Returns the number of instances: 0 if the system
-/// permits no io_uring with restrictions, which need Linux 5.10.
+/// permits no io_uring with restrictions (Linux 5.10 or later).
 pub fn prepare(count: usize) -> usize {
     sys::prepare(count)
 }
@@ -54,9 +54,9 @@ impl Exchange {
         Ok(Self { ring: sys::Ring::new()?, scratch: Vec::new() })
     }
 
-    /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received
-    /// bytes, which must be in the socket. If the kernel has no memory, the method sends and
-    /// removes nothing, and returns `None`.
+    /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received bytes
+    /// from the socket. The socket must contain that many. If the kernel has no memory, the method
+    /// sends and removes nothing, and returns `None`.
     pub(crate) fn reply_and_receive<'a>(
         &mut self,
         socket: BorrowedFd<'_>,

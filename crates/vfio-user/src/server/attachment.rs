@@ -51,9 +51,9 @@
 //! * If the session is not in the slot, or the lock is taken, the second thread requests a turn
 //!   too: the reactor may have emptied the socket before the message arrived, and be about to put
 //!   the session back.
-//! * If the second thread stops polling, it requests a turn *after* it has marked the sharing
-//!   as ended. In that turn, the reactor sees the mark, removes the socket from the other epoll
-//!   instance, and watches for input again, which reports data that are already in the socket.
+//! * If the second thread stops polling, it requests a turn *after* it has marked the sharing as
+//!   ended. In that turn, the reactor sees the mark, removes the socket from the other epoll
+//!   instance, and watches for input again. This watch reports data that are already in the socket.
 //!
 //! A request for a turn also wakes a reactor that sleeps or is about to sleep (see `inbox`).
 

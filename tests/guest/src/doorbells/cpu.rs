@@ -5,7 +5,7 @@
 //! measured alternately.
 //!
 //! The measurement is repeated with all processes on one CPU. Then a wakeup does not have to wake a
-//! halted CPU, which is the largest part of the cost of a wakeup under some hypervisors.
+//! halted CPU. Under some hypervisors, waking a halted CPU is the largest part of a wakeup's cost.
 
 use std::fs::File;
 use std::io::Write;

@@ -169,9 +169,9 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let file = slow.open()?;
         let map = dma_map(1 << 41, PAGE, 0);
         let map = message(command::DMA_MAP, 0, &[map.as_bytes()]);
-        // The server sends the reply to the doorbell message, which fails, and checks the
-        // descriptor later. Which of the two comes first depends on the scheduler. So the socket is
-        // closed at three different moments, one after the other.
+        // The server sends the reply to the doorbell message, and the send fails. The server checks
+        // the descriptor later. Which of the two comes first depends on the scheduler. So the
+        // socket is closed at three different moments, one after the other.
         let turn = field.done % 3;
         let end = |when| match when == turn {
             true => shutdown(guest.link.socket(), Shutdown::Read),

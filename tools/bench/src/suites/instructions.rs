@@ -1,9 +1,9 @@
 //! The suite `instructions`: instructions per I/O of each side, counted by callgrind.
 //!
 //! A driver and a controller take turns on one thread (`crates/frontend/examples/step.rs`): the
-//! driver takes completions and submits as many reads, and the controller makes one pass. There
-//! are no waits, so every run executes the same instructions. Two runs of different length are
-//! subtracted, which excludes the first access to everything.
+//! driver takes completions and submits as many reads, and the controller makes one pass. There are
+//! no waits, so every run executes the same instructions. The counts of two runs of different
+//! length are subtracted. This excludes the first access to everything.
 //!
 //! The figures depend on the compiler, whose version is recorded with them.
 
