@@ -1,5 +1,5 @@
-//! Prefetch hints: a disk that requests them gets two hints for each later command of a burst,
-//! before the command is submitted.
+//! Prefetch hints: a disk that requests them gets two hints for each command of a burst except the
+//! first, before the command is submitted.
 
 mod common;
 

@@ -206,8 +206,8 @@ impl Link {
         true
     }
 
-    /// Returns the socket if replies are awaited that no queue may receive: those to orphans or to
-    /// an automatic flush. The flag is true if some requests are not completely sent yet.
+    /// Returns the socket if replies are awaited that no queue may receive: replies to orphans, or
+    /// to an automatic flush. The flag is true if some requests are not completely sent yet.
     pub(crate) fn unattended(&self) -> Option<(Stream, bool)> {
         let is_unattended = |part: &Subrequest| part.orphan.is_some() || part.is_automatic;
         self.busy().filter(|_| self.parts.any(is_unattended))

@@ -100,8 +100,8 @@ impl Qcow2Disk {
 
     /// True if a request for these bytes would take the fast path now: its clusters are contiguous
     /// in the file, and the map permits the access (a write if `writes` is true). Clusters are
-    /// added to the map after the first request to them or to their neighbours; compressed ones
-    /// never are, and shared ones only on a read-only disk.
+    /// added to the map after the first request to them or to their neighbours. Compressed clusters
+    /// are never added, and shared clusters only on a read-only disk.
     #[must_use]
     pub fn uses_fast_path(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };

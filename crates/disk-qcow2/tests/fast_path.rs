@@ -58,8 +58,8 @@ fn allocated_clusters_take_the_fast_path() {
     flush(&mut *queue).unwrap();
     drop((queue, disk));
     check_whole(&path);
-    // When the image is opened again, no cluster is on the fast path. The first request adds many
-    // clusters at once, also others than its own.
+    // When the image is opened again, no cluster is on the fast path. The first request adds its
+    // own clusters, and many further ones at the same time.
     for (options, writes) in [("", true), ("?read-only=on", false)] {
         let disk = open(&path, options);
         assert_eq!(fast_path(&disk, 2), (false, false));

@@ -365,8 +365,8 @@ impl Segments {
         outcome
     }
 
-    /// Appends the data of `other`. Returns `None` and changes nothing if the two differ in view or
-    /// direction.
+    /// Appends the data of `other`. Returns `None` and changes nothing if `self` and `other` have
+    /// different views or directions.
     #[must_use]
     pub fn append(&mut self, other: &Self) -> Option<()> {
         let is_same = match (&self.owner, &other.owner) {

@@ -25,8 +25,8 @@ pub enum AfterChange {
 #[derive(Debug)]
 pub struct ViewChange {
     view: View,
-    /// Old view of the requests seen last, and the memory of its mappings that the new view does
-    /// not have.
+    /// Old view of the most recent call of `state`, and the memory of those mappings in it that the
+    /// new view does not contain.
     old: Option<(View, Ranges)>,
     /// Memory of the new map.
     mapped: Option<Ranges>,

@@ -100,8 +100,8 @@ struct SavedImage {
     was_stored: bool,
 }
 
-/// Images that the supervisor holds open, whose descriptors belong to its saved state. The saved
-/// state refers to them by position.
+/// Images that the supervisor holds open. Their descriptors belong to its saved state, and the
+/// saved state refers to the images by position.
 pub(super) struct HeldImages(Vec<Image>);
 
 impl HeldImages {

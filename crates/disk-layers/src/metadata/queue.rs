@@ -44,8 +44,8 @@ pub(super) struct MetadataQueue {
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
 }
 
-/// State that requests share. Must be dropped after the queue of the disk below, because only after
-/// that drop no request is in flight that uses the locks.
+/// State that requests share. Must be dropped after the queue of the disk below: until that drop,
+/// requests that use the locks may be in flight.
 struct OfAll {
     layout: Layout,
     locks: Arc<Locks>,

@@ -60,8 +60,8 @@ impl Controller {
         self.run_with(tail, &enable, sleeper, wake, progress);
     }
 
-    /// Variant of [`run`](Self::run) in which the caller supplies the queue's tail as it is before
-    /// the command, and the function that executes the command.
+    /// Variant of [`run`](Self::run): the caller supplies the state of the queue's tail before
+    /// Doorbell Buffer Config, and the function that executes this command.
     fn run_with(
         self,
         mut tail: SqTail<Word>,

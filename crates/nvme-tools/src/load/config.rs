@@ -87,7 +87,7 @@ pub struct LoadConfig {
     pub iodepth_batch: Option<u32>,
     /// Number of jobs.
     pub numjobs: u16,
-    /// Number of threads, which share the jobs.
+    /// Number of threads. The jobs are distributed over the threads.
     pub threads: u16,
     /// Duration of the measurement.
     pub runtime: Duration,

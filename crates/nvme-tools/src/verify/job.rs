@@ -178,8 +178,8 @@ impl Job {
         }
     }
 
-    /// Returns an error if a command is recorded as in flight after the queue has reported that all
-    /// ended.
+    /// Returns an error if a command is still recorded as in flight after the queue has reported
+    /// the end of all commands.
     fn is_empty(&self) -> anyhow::Result<()> {
         let lost = self.in_flight.iter().filter(|entry| entry.is_some()).count();
         if lost != 0 || self.pool.available() != self.pool.count() {

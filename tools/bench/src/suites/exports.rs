@@ -51,8 +51,8 @@ impl Contestant {
     }
 }
 
-/// Exported disks: the same size for all servers. qemu-nbd, which has no memory disk that stores
-/// data, uses a file in tmpfs.
+/// Exported disks: the same size for all servers. qemu-nbd uses a file in tmpfs, because its memory
+/// disk does not store data.
 struct Memory {
     binary: PathBuf,
     mebibytes: u64,
