@@ -439,9 +439,9 @@ impl Core {
     }
 
     /// Cancels requests that exceed the timeout. If a request with a buffer of this crate does not
-    /// complete within `CANCELLED` after that, its future gets a timeout error. The slot keeps
-    /// the buffer and the lock until the disk completes the request. A request with segments of the
-    /// caller gets no such error, because the disk may still access the caller's memory.
+    /// complete within `CANCELLED` after that, its future gets a timeout error. The slot keeps the
+    /// buffer and the lock until the disk completes the request. A request with segments of the
+    /// caller gets no timeout error, because the disk may still access the caller's memory.
     ///
     /// While the disk holds requests after an error of its storage, no request exceeds the timeout,
     /// unless the queue [is to end](Self::is_ending).

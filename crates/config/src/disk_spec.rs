@@ -111,8 +111,8 @@ pub fn file(spec: &str) -> Option<PathBuf> {
     image(spec).map(|(path, _)| path)
 }
 
-/// File or device in `spec`, with the path as written there, and true if it is only read; `None`
-/// for other disks.
+/// Path of the file or device in `spec`, as it is written in `spec`, and true if the file is only
+/// read; `None` for other disks.
 #[must_use]
 pub fn image(spec: &str) -> Option<(PathBuf, bool)> {
     let (spec, _) = split(spec).ok()?;

@@ -31,7 +31,7 @@ pub fn fix_directory() -> Option<PathBuf> {
     DIRECTORY.get_or_init(find).clone()
 }
 
-/// Directory with one subdirectory per server. `None` if this user has no such directory.
+/// Directory with one subdirectory per server. `None` if this user has no directory for sockets.
 pub fn directory() -> Option<PathBuf> {
     DIRECTORY.get().cloned().unwrap_or_else(find)
 }

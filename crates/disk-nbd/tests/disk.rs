@@ -497,7 +497,7 @@ fn submit_write(queue: &mut dyn Queue, tag: u32, offset: u64, byte: u8) {
 }
 
 /// A queue whose writes are on a hung server can be closed at once. A later request of another
-/// queue waits only if its range overlaps one of these writes.
+/// queue waits only if its range overlaps the range of a write on the hung server.
 #[test]
 fn writes_on_a_hung_server_are_cancelled_at_once_and_later_requests_wait_for_them() {
     let fake = Fake::new(MIB, ALL);

@@ -155,7 +155,8 @@
 //!   old value from the entry and so detects no change), the controller sees the update together
 //!   with the next one. This state cannot occur if the host sets the entries first, as
 //!   [`HostDoorbell::attach_shadow`] does, or enables the buffers before it creates queues, as
-//!   Linux and SPDK do. The same holds for a second Doorbell Buffer Config with such entries.
+//!   Linux and SPDK do. The same holds for a second Doorbell Buffer Config whose entries differ
+//!   from the current doorbell values.
 //! - A submission queue's tail that overtakes its head, or that is set to zero while the queue
 //!   exists, cannot be distinguished from a full queue of commands. A completion queue's head past
 //!   the posted entries is detected and refused.

@@ -396,7 +396,7 @@ impl Mapping {
     }
 
     /// Frees the page tables of a shared file. The memory keeps its content. A thread that accesses
-    /// the memory during the call waits for a short time.
+    /// the memory meanwhile waits for a short time.
     pub(crate) fn drop_page_tables(&self) {
         let Some(region) = &self.region else { return };
         // Huge pages need few page tables. In poisoned memory, lost pages were replaced by zeroes,

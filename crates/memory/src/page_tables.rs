@@ -139,8 +139,9 @@ impl Awake {
     #[must_use]
     pub fn new() -> Self {
         AWAKE.fetch_add(1, SeqCst);
-        // Both threads first store and then load, so at least one of them sees the other's store.
-        // Either this thread wakes the checking thread, or the checking thread does not sleep.
+        // This thread and the checking thread first store and then load, so at least one of them
+        // sees the other's store. Either this thread wakes the checking thread, or the checking
+        // thread does not sleep.
         if CHECKER_WAITS.load(SeqCst) {
             let _gate = GATE.0.lock();
             GATE.1.notify_all();

@@ -265,8 +265,8 @@ fn controller(config: &Config) -> IdentifyController {
 }
 
 fn nvm_controller(guarantees: &Guarantees) -> IdentifyNvmController {
-    // Without WZSL, hosts limit Write Zeroes to MDTS. The controller has no such limit: a command
-    // may have up to 65536 blocks.
+    // Without WZSL, hosts limit Write Zeroes to MDTS. The controller does not have this limit: a
+    // command may have up to 65536 blocks.
     let pages = (guarantees.zeroes / 4096).max(1);
     IdentifyNvmController {
         wzsl: pages.ilog2() as u8,

@@ -90,7 +90,7 @@ pub(crate) struct Engine {
     /// Tag of the last command that was [pending](Started::Pending).
     pub(super) last_tag: u32,
     pub(super) scratch: Segments,
-    /// Emptied segment lists, kept to reuse their allocations.
+    /// Empty segment lists, for reuse of their allocations.
     pub(super) pooled_lists: Vec<Segments>,
     pub(super) copies: Copies,
     /// Copy descriptor formats that the host has enabled: bit n for format n.
@@ -464,7 +464,8 @@ impl Engine {
         }
     }
 
-    /// Keeps a segment list for reuse, emptied, unless it is large or enough lists are kept.
+    /// Empties a segment list and stores it for reuse, unless it is large or enough lists are
+    /// stored.
     fn recycle(&mut self, mut data: Segments) {
         if data.room() <= POOLED_CAPACITY && self.pooled_lists.len() < MAX_POOLED {
             data.clear();

@@ -209,8 +209,9 @@ impl TraceFile {
         Ok(Arc::new(Self { mapping, layout, started, taken, file, spare }))
     }
 
-    /// Takes the ring of I/O thread `index` for writing. `None` if there is no such ring, if it is
-    /// already taken, or if the ring is a spare one and the file system has no space for it.
+    /// Takes the ring of I/O thread `index` for writing. `None` if the file has no ring with this
+    /// index, if the ring is already taken, or if it is a spare ring and the file system has no
+    /// space for it.
     #[must_use]
     pub fn worker(&self, index: u16) -> Option<TraceRing> {
         let index = u32::from(index);

@@ -14,8 +14,8 @@
 //!   messages. Only the first writer that sees the controller parked sends a message. Other writers
 //!   need not wait for it, because after its receipt the thread checks all doorbells of the
 //!   controller. (The crate `doorbell` has a model of this protocol: `tests/loom/park.rs`.) A
-//!   doorbell eventfd stays signalled until the thread takes the event, either from its sleep or in
-//!   a periodic check while it is awake.
+//!   doorbell eventfd stays signalled until the thread drains it, either when the eventfd ends the
+//!   thread's sleep, or in a periodic check while the thread is awake.
 //! * *dormant*, if no doorbell write signals new commands. This is so with mapped doorbells, or if
 //!   the thread polls always and has told its hosts that they need no doorbell writes. The thread
 //!   visits dormant controllers in rotation, a few in each pass, and all of them before a sleep.

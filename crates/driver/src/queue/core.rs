@@ -362,7 +362,8 @@ impl Core {
         let due = unpublished >= (published / UNPUBLISHED_DIVISOR).min(MAX_UNPUBLISHED)
             && unpublished != 0;
         // The three calls are separate, so that each result is returned in a register and not
-        // stored to memory. For the cost of such a store, see `shadowbell_memory::SqeBatch`.
+        // stored to memory. For the cost of a store to memory at this point, see
+        // `shadowbell_memory::SqeBatch`.
         if !due {
             self.ring_cq_doorbell_if_short()?;
         } else if published >= MAX_UNPUBLISHED {

@@ -408,8 +408,8 @@ impl Queue {
         self.ticking = pushed.is_ok();
     }
 
-    /// Submits prepared commands and gets completions, by one system call. With `wait`, the call
-    /// blocks until there is a completion.
+    /// Submits prepared commands and gets completions, by one system call. With `wait`, blocks
+    /// until there is a completion.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         let prepared = self.ring.submission().len() as u32;
         let flags = EnterFlags::GETEVENTS.bits();

@@ -215,7 +215,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         false
     }
 
-    /// Executes all requests of the queue, including those that arrive during the call.
+    /// Executes all requests of the queue, including requests that arrive meanwhile.
     pub(super) fn run_dry(mut self, log_error: &mut dyn FnMut(&InvalidIndex)) {
         loop {
             match self.pass(true) {
