@@ -280,8 +280,8 @@ impl SizePoll {
     }
 }
 
-/// The same moment on the monotonic clock and on the wall clock. The wall clock may be adjusted by
-/// some milliseconds during a run, so durations are computed with the monotonic clock.
+/// One moment on two clocks: the monotonic clock and the wall clock. The wall clock may be adjusted
+/// by some milliseconds during a run, so durations are computed with the monotonic clock.
 struct Clocks {
     day: SystemTime,
     steady: Instant,
