@@ -634,9 +634,9 @@ fn remapped_shadow_pages_continue_to_work() {
     }
 }
 
-/// Linux shuts the controller down, and frees the shadow pages. These may get another use, for
-/// example as page tables. Later it enables bus mastering before it resets the controller. Until
-/// the reset, the controller must not access the pages.
+/// Linux shuts the controller down, and frees the shadow pages. The pages may get another use, for
+/// example as page tables. Later, Linux enables bus mastering before it resets the controller.
+/// Until the reset, the controller must not access the pages.
 #[test]
 fn shadow_pages_are_not_accessed_after_a_shutdown() {
     for polling in [SLEEPY, Polling::Always] {

@@ -1,6 +1,6 @@
-//! Tests with three layers in one process: the driver of a guest uses a controller, whose disk is
-//! the namespace of a second controller (the SSD). The disk of the second controller records its
-//! requests.
+//! Tests with three layers in one process: the driver of a guest uses a controller. The
+//! controller's disk is the namespace of a second controller (the SSD). The disk of the second
+//! controller records its requests.
 
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, ReportExtent, Request, Submitted};
 use shadowbell_disk_file::{MemDisk, NullDisk};

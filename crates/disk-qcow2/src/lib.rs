@@ -33,7 +33,7 @@
 //! without the format. A map contains their locations, and all queues read the map without a lock.
 //! The io_uring of a queue executes requests on mapped clusters directly on guest memory, as in
 //! `shadowbell-disk-file`. This is the fast path. Before a cluster moves to another location, it is
-//! closed: no request enters it any more, and the requests in flight there end first.
+//! closed: no request enters it any more, and the requests in flight on it end first.
 //!
 //! On the slow path, data are in buffers of the queue, so the threads never access guest memory.
 //! Data to write are copied when a request starts, and data that were read are copied when the

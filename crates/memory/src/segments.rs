@@ -487,8 +487,8 @@ impl Segments {
     }
 
     /// Copies `len` bytes of the data from `offset` to `to` at `to_offset`: a write to a
-    /// memory-backed disk. Returns `None` without a copy if one of the two is too short or `to` is
-    /// read-only.
+    /// memory-backed disk. Returns `None` without a copy if the data or `to` is too short, or if
+    /// `to` is read-only.
     #[must_use]
     pub fn copy_to(
         &self,

@@ -155,8 +155,8 @@ impl Server {
     }
 
     /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one after
-    /// the other. `ended` is called on the reactor thread after all have answered, and so never if
-    /// a thread hangs.
+    /// the other. `ended` is called on the reactor thread after all of them have answered. It is
+    /// never called if one of them hangs.
     pub(super) fn check_liveness(&self, ended: impl FnOnce() + Send + 'static) {
         let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
         self.pool.check_liveness(move || handle.check_liveness(ended));

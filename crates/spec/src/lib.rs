@@ -23,7 +23,7 @@
 //!
 //! Citations are short: *Base* is the NVM Express Base Specification (2.1 unless stated otherwise),
 //! *NVM* the NVM Command Set Specification 1.1, *PCIe* the NVMe over PCIe Transport Specification
-//! 1.1. A clause whose number differs between revisions is cited by its title.
+//! 1.1. If the number of a clause differs between revisions, the clause is cited by its title.
 //!
 //! # Bit fields
 //!

@@ -17,8 +17,8 @@ fn sources(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
 
 /// Scans the sources of all crates. Only `socket.rs` receives descriptors of peers, and it wraps
 /// each of them immediately. The other files that receive descriptors get them from a process of
-/// this program or of the system; if the descriptors are those of clients, they wrap them again
-/// before use. Only `PeerFd` itself and the closer thread can access the raw descriptor.
+/// this program or of the system. They wrap descriptors of clients again before use. Only `PeerFd`
+/// itself and the closer thread can access the raw descriptor.
 #[test]
 fn descriptors_are_received_in_listed_files_only() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
