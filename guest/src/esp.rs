@@ -1,6 +1,6 @@
-//! UEFI boot disk: a partition table with one EFI system partition, which contains a unified
-//! kernel image (kernel, initramfs and command line in one PE file with systemd's stub) at the
-//! default path `EFI/BOOT/BOOTX64.EFI`.
+//! UEFI boot disk: a partition table with one EFI system partition. The partition contains a
+//! unified kernel image (kernel, initramfs and command line in one PE file with systemd's stub) at
+//! the default path `EFI/BOOT/BOOTX64.EFI`.
 
 use std::fs;
 

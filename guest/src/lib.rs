@@ -4,8 +4,8 @@
 //!
 //! * [`host`]: prerequisites of this machine (root, `mmdebstrap`, a Debian mirror), and error
 //!   messages if they are missing.
-//! * [`roots`]: downloads kept under `target/guest/`: a Debian root with QEMU and the guest's
-//!   programs, and the guest kernels.
+//! * [`roots`]: downloads, stored under `target/guest/` for later runs: a Debian root with QEMU and
+//!   the guest's programs, and the guest kernels.
 //! * [`cpio`], [`initramfs`]: the guest's user land, packed from that root in memory. The guest
 //!   has no disks except those under test.
 //! * [`frame`], [`agent`]: commands to the guest, and their exit codes and output, over a serial

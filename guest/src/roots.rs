@@ -1,4 +1,4 @@
-//! Root file systems that are downloaded from Debian and kept under `target/guest/` of the
+//! Root file systems that are downloaded from Debian and stored under `target/guest/` of the
 //! repository: one root with QEMU and the guest's programs, and one root for each guest kernel.
 //!
 //! Each root has a stamp that identifies its recipe. If the stamp is missing or different, the root
@@ -93,8 +93,8 @@ impl Roots {
     ///
     /// # Errors
     ///
-    /// A prerequisite is missing (see [`host::prepare`]), or a download failed; the error has the
-    /// end of its log.
+    /// A prerequisite is missing (see [`host::prepare`]), or a download failed. The error then
+    /// contains the end of the download's log.
     pub fn fetch(workspace: &Path, kernels: &[Kernel]) -> Result<Self> {
         let directory = workspace.join("target/guest");
         fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -109,7 +109,7 @@ impl Roots {
         Ok(roots)
     }
 
-    /// Directory of everything that is kept between runs.
+    /// Directory for the files that later runs use again.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -173,8 +173,8 @@ impl Roots {
     }
 
     /// Command inside the tools root, in its own mount namespace. `binds` are pairs of a host
-    /// directory and its path inside. All mounts end with the process, which is killed when the
-    /// starting thread ends.
+    /// directory and its path inside. All mounts end with the process. The process is killed when
+    /// the starting thread ends.
     pub fn command(&self, binds: &[(&Path, &str)], program: &str) -> Result<Command> {
         let tools = self.tools();
         let mut script = String::from("set -e\n");

@@ -66,7 +66,7 @@ impl RunDir {
         Ok(path)
     }
 
-    /// Copies the logs of this run to a directory that is kept.
+    /// Copies the logs of this run to the directory `to`, which is not deleted after the run.
     pub fn keep_logs(&self, to: &Path) -> Result<()> {
         fs::create_dir_all(to).with_context(|| to.display().to_string())?;
         for entry in fs::read_dir(self.files())? {

@@ -11,13 +11,13 @@
 //!
 //! * a thread sleeps only after a [turn](Engine::turn) without completions that followed its last
 //!   submission ([`Engine::may_sleep`]). So the disk has all requests;
-//! * if the disk's queue starts further requests in a call of [`Queue::reap`], they are in flight
-//!   when the call returns;
+//! * if [`Queue::reap`] starts further requests, they are in flight when `reap` returns;
 //! * a completion that `reap` does not return makes the wake descriptor readable, by an event after
 //!   the start of that `reap`, so the descriptor may be edge-triggered.
 //!
 //! The model in `crates/export/src/io_thread/model.rs` executes this code with every order of
-//! requests and completions. If any one of these rules is violated, the model finds a lost wakeup.
+//! requests and completions. For each of these rules, a variant of the code that violates it must
+//! lose a wakeup in the model.
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
@@ -125,7 +125,8 @@ struct Core {
     /// Number of requests that the disk has.
     pending: usize,
     reaped: Vec<(u32, Result<(), DiskError>, Segments)>,
-    /// Lists that each [turn](Engine::turn) fills and empties. They are kept for their capacity.
+    /// Lists that each [turn](Engine::turn) fills and empties. The fields preserve their
+    /// allocations from turn to turn.
     wakers: Vec<Waker>,
     ended: Vec<InFlight>,
     turns: u32,
@@ -371,8 +372,8 @@ impl Engine {
         }
     }
 
-    /// Time until the next timeout check, after which the thread must not sleep. `None` if no
-    /// request is in flight.
+    /// Time until the next timeout check: the maximum duration of a sleep. `None` if no request is
+    /// in flight.
     pub(crate) fn sleep_limit(&self) -> Option<Duration> {
         let core = self.core.borrow();
         let core = core.as_ref().filter(|core| core.pending > 0)?;
@@ -466,9 +467,9 @@ impl Core {
     }
 
     /// Cancels requests that exceed the timeout. If a request with a buffer of this crate does not
-    /// complete within `CANCELLED` after that, its future gets a timeout error. The slot keeps
-    /// the buffer and the lock until the disk completes the request. A request with segments of the
-    /// caller gets no such error, because the disk may still access the caller's memory.
+    /// complete within `CANCELLED` after that, its future gets a timeout error. The slot keeps the
+    /// buffer and the lock until the disk completes the request. A request with segments of the
+    /// caller gets no timeout error, because the disk may still access the caller's memory.
     ///
     /// While the disk holds requests after an error of its storage, no request exceeds the timeout,
     /// unless the queue [is to end](Self::is_ending).

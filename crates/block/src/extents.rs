@@ -23,7 +23,7 @@ pub struct Extent {
     pub is_hole: bool,
 }
 
-/// Extents of a range, which must be within the disk. Returns at most `max_extents` extents.
+/// Extents of a range. The range must be within the disk. Returns at most `max_extents` extents.
 pub(crate) async fn extents(
     queries: &Arc<ExtentQueries>,
     disk: &Arc<dyn Disk>,
@@ -150,7 +150,8 @@ impl Query {
     fn end(self, found: Vec<Extent>) {
         let Self { disk, answer, .. } = self;
         // The disk is dropped before the wakeup. The woken caller may drop all other handles, and
-        // the last handle must be dropped on the caller's thread, not on this one.
+        // the last handle must be dropped on the caller's thread, not on the thread that runs this
+        // code.
         drop(disk);
         let mut answer = answer.lock();
         answer.found = Some(found);

@@ -62,7 +62,7 @@ impl BlockQueue {
         transfer(self, Op::Write { fua }, blocks, Some(&guard), &mut copy).await
     }
 
-    /// Reads from `offset` on into all of `data`, which describes memory of the caller. Returns the
+    /// Reads from `offset` on into all of `data`, a description of the caller's memory. Returns the
     /// segments.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl BlockQueue {
         Ok(data)
     }
 
-    /// Writes all of `data`, which describes memory of the caller, to the bytes from `offset` on.
+    /// Writes all of `data`, a description of the caller's memory, to the bytes from `offset` on.
     /// Returns the segments. `fua` is as for [`write`](Self::write).
     ///
     /// # Errors

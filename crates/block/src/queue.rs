@@ -18,7 +18,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Default number of small buffers, which is enough for the requests of a queue.
+/// Default number of small buffers: enough for the requests of one queue.
 const SMALL_BUFFERS: usize = 128;
 const SMALL: usize = 4096;
 /// Maximum number of blocks of a request without data. Larger ranges are split, because some disks

@@ -362,8 +362,8 @@ pub fn open_disk(
     Ok(disk)
 }
 
-/// Identity of a disk. For a file it is the canonical path, which does not depend on the working
-/// directory.
+/// Identity of a disk. For a file it is the canonical path, so that it does not depend on the
+/// working directory.
 fn identity(disk: &dyn Disk) -> String {
     let name = disk.name();
     match std::fs::canonicalize(process_env::absolute(Path::new(&name))) {

@@ -2,7 +2,7 @@
 
 use rustix::thread::CpuSet;
 
-/// Maximum number of CPUs in a list, which is the maximum number of I/O threads.
+/// Maximum number of CPUs in a list: the maximum number of I/O threads.
 const MAX_CPUS: usize = shadowbell_controller::MAX_WORKERS;
 
 /// CPUs in the order of the list.

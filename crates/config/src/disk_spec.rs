@@ -91,8 +91,8 @@ pub fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
     (rest, Some(value.to_owned()))
 }
 
-/// Returns `spec` with the size `bytes` if it contains a size, as that of a memory disk does. The
-/// size of a file is determined when the file is opened.
+/// Returns `spec` with its size replaced by `bytes`, if it contains a size. The specification of a
+/// memory disk contains a size; the size of a file is determined when the file is opened.
 #[must_use]
 pub fn with_size(spec: &str, bytes: u64) -> String {
     let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
@@ -111,8 +111,8 @@ pub fn file(spec: &str) -> Option<PathBuf> {
     image(spec).map(|(path, _)| path)
 }
 
-/// File or device in `spec`, with the path as written there, and true if it is only read; `None`
-/// for other disks.
+/// Path of the file or device in `spec`, as it is written in `spec`, and true if the file is only
+/// read; `None` for other disks.
 #[must_use]
 pub fn image(spec: &str) -> Option<(PathBuf, bool)> {
     let (spec, _) = split(spec).ok()?;
@@ -121,7 +121,8 @@ pub fn image(spec: &str) -> Option<(PathBuf, bool)> {
     Some((path, options.read_only))
 }
 
-/// Size of a disk in memory, which is the memory that it uses when full. `None` for other disks.
+/// Size of a disk in memory: the amount of memory that it uses when it is full. `None` for other
+/// disks.
 #[must_use]
 pub fn memory_of(spec: &str) -> Option<u64> {
     let name = spec.split('?').next().unwrap_or_default();

@@ -124,7 +124,7 @@ impl SocketConfig {
         disks.get(at).map(DiskConfig::exclusive_resources)
     }
 
-    /// Absolute path of the configured socket, which identifies the controller.
+    /// Absolute path of the configured socket. The path identifies the controller.
     #[must_use]
     pub fn absolute_socket(&self) -> PathBuf {
         let path = process_env::absolute(&self.socket);

@@ -31,7 +31,7 @@ pub fn fix_directory() -> Option<PathBuf> {
     DIRECTORY.get_or_init(find).clone()
 }
 
-/// Directory with one subdirectory per server. `None` if this user has no such directory.
+/// Directory with one subdirectory per server. `None` if this user has no directory for sockets.
 pub fn directory() -> Option<PathBuf> {
     DIRECTORY.get().cloned().unwrap_or_else(find)
 }
@@ -93,8 +93,8 @@ pub fn check_name(name: &str) -> Result<String, String> {
 /// Default name of a server: its configuration file or socket without directory and extension.
 pub fn name_from(path: &Path) -> String {
     let named = match path.file_name() {
-        // SPDK calls every socket `cntrl` and creates a directory for each controller, so the
-        // directory has the name.
+        // SPDK names every socket `cntrl` and creates a directory for each controller, so the name
+        // of the controller is the directory's name.
         Some(name) if name == "cntrl" => path.parent().unwrap_or(path),
         _ => path,
     };

@@ -69,7 +69,7 @@ pub fn open<'a>(memberships: impl Iterator<Item = &'a Membership>) -> anyhow::Re
 /// Adds a controller to its subsystem.
 ///
 /// # Errors
-/// There is no such subsystem, or the controller identifier is in use.
+/// The subsystem does not exist, or the controller identifier is in use.
 pub fn join(membership: &Membership) -> anyhow::Result<Arc<Member>> {
     let mut open = OPEN.lock();
     let found = open.as_mut().and_then(|open| open.get_mut(&membership.name)).ok_or_else(|| {

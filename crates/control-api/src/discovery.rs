@@ -80,8 +80,8 @@ fn is_part(listening: u32, pid: u32) -> bool {
     listening == pid || is_child() || of(listening).is_none()
 }
 
-/// Server that serves `socket`, and its description of the controller there. Only servers with a
-/// control socket in the usual directory are found.
+/// Server that serves `socket`, and the server's description of the controller on this socket. Only
+/// servers with a control socket in the usual directory are found.
 pub fn owner(socket: &Path) -> Option<(Client, Controller)> {
     let socket = canonical_path(&std::path::absolute(socket).ok()?);
     let socket = socket.to_str()?;

@@ -154,7 +154,7 @@ fn delete(field: &mut Field, count: u16) {
     assert_eq!(field.held.cancelled(), usize::from(count));
 }
 
-/// Aborts one of `count` commands, which the controller has to find among all of them.
+/// Aborts one of `count` commands in flight. The controller has to find this command among them.
 fn abort(field: &mut Field, count: u16) {
     field.hold(count);
     field.held.instruct(|instructions| instructions.hold = true);

@@ -4,8 +4,8 @@
 //! An access to guest memory can block for as long as the guest likes (userfaultfd, FUSE). So it
 //! must not happen under the control plane's lock. This module therefore owns the admin queue and
 //! makes all accesses of the control plane to guest memory. The control plane sends
-//! [`Orders`](crate::control::Orders) to this module, which executes them before it fetches the
-//! next command.
+//! [`Orders`](crate::control::Orders) to this module. The module executes them before it fetches
+//! the next command.
 
 use crate::context::Context;
 use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing};
@@ -258,9 +258,9 @@ fn resolve(
     Ok(data)
 }
 
-/// Writes an admin command's data to host memory. The PRPs are resolved for `data.len`, which can
-/// be below the command's transfer length. The length decides whether PRP2 is a page or a PRP list
-/// (Base 2.1, 4.3.1), and a wrong length would overwrite the list with data.
+/// Writes an admin command's data to host memory. The PRPs are resolved for `data.len`. This length
+/// can be below the command's transfer length. The length decides whether PRP2 is a page or a PRP
+/// list (Base 2.1, 4.3.1), and a wrong length would overwrite the list with data.
 fn write(table: &Arc<DmaTable>, sqe: &Sqe, page: usize, data: &Data) -> Result<(), Status> {
     let segments = resolve(table, sqe, page, data.len, true)?;
     segments.write_from(0, &data.bytes).ok_or(Status::INTERNAL)

@@ -36,9 +36,9 @@ pub(crate) struct ControllerInner {
     control: Mutex<Control>,
     inbox: Inbox,
     run_state: RunState,
-    /// Admin queue server and budget, which only the turn in progress uses. A thread that takes
-    /// this lock and `control` takes this one first. Guest memory is accessed while this lock is
-    /// held, and such an access may block. So neither the front end's thread nor an I/O thread ever
+    /// Admin queue server and budget. Only the turn in progress uses them. A thread that takes both
+    /// this lock and `control` takes this lock first. Guest memory is accessed while this lock is
+    /// held, and these accesses may block. So neither the front end's thread nor an I/O thread ever
     /// takes it.
     admin: Mutex<Admin>,
     recorder: OnceLock<Arc<dyn Recorder>>,

@@ -2,8 +2,8 @@
 //! all controllers and handles the notices of I/O threads.
 //!
 //! Controllers with pending work wait in a run queue, each at most once, and get turns. A turn is
-//! short, unless it accesses guest memory: such an access can block for as long as the guest likes.
-//! So a standby thread watches the running turn while other controllers wait. If the turn takes too
+//! short, unless it accesses guest memory: the guest can make this access block for any time. So a
+//! standby thread watches the running turn while other controllers wait. If the turn takes too
 //! long, the standby thread continues with the run queue, and the blocked thread exits after its
 //! turn. So a controller can block one thread, but delays only its own work.
 //!
@@ -583,7 +583,7 @@ mod tests {
     #[test]
     fn runs_round_robin() {
         // If this thread is preempted between the requests, the standby thread may run the first
-        // turns before the last request. Such an attempt is repeated.
+        // turns before the last request. The attempt is then repeated.
         wait::until("an attempt in time", is_round_robin);
     }
 

@@ -49,7 +49,7 @@ pub enum NewError {
     Memory(#[from] shadowbell_memory::MapError),
 }
 
-/// Properties of the front end, which connects a controller to its host.
+/// Properties of the front end, the code that connects a controller to its host.
 #[derive(Default)]
 pub struct Carrier {
     /// True if the host maps the doorbell page and writes to it directly. Writes then do not trap,
@@ -230,8 +230,9 @@ impl Controller {
     }
 
     /// Statistics of the controller. The counters are read directly, without a message to an I/O
-    /// thread, so a blocked I/O thread does not block the call. An event is counted before the host
-    /// can observe it. While the controller is busy, the values are not all from the same instant.
+    /// thread, so a blocked I/O thread does not delay the caller. An event is counted before the
+    /// host can observe it. While the controller is busy, the values are not all from the same
+    /// instant.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let Context { shared, pool, .. } = &self.0.context;
@@ -565,11 +566,11 @@ impl Controller {
         Ok(nsid)
     }
 
-    /// Sets the state of an ANA group (1 or higher) for this controller, which must belong to a
-    /// [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access Change,
-    /// if it has enabled that event. Later commands for the group's namespaces are executed or
-    /// refused according to the state. Commands in flight end normally. `done` runs when they have
-    /// ended. If the controller is dropped earlier, `done` is dropped without a call.
+    /// Sets the state of an ANA group (1 or higher) for this controller. The controller must belong
+    /// to a [`Subsystem`](crate::Subsystem). The host gets the event Asymmetric Namespace Access
+    /// Change, if it has enabled that event. Later commands for the group's namespaces are executed
+    /// or refused according to the state. Commands in flight end normally. `done` runs when they
+    /// have ended. If the controller is dropped earlier, `done` is dropped without a call.
     pub fn set_ana_state(&self, group: u32, state: AnaState, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.set_ana_state(cx, (group, state), Box::new(done)));
     }
@@ -635,9 +636,9 @@ impl Controller {
 /// Quiesce, restore, migration and crash recovery.
 impl Controller {
     /// Quiesces the controller, so that another process can continue it. First, admin commands in
-    /// flight end and no new one starts. Then no I/O command is fetched, and those in flight end.
-    /// Commands that the host submits meanwhile wait in its queues. `done` runs on any thread, when
-    /// the controller is quiesced. It is dropped without a call if [`resume`](Self::resume) is
+    /// flight end and no new one starts. Then no I/O command is fetched, and I/O commands in flight
+    /// end. Commands that the host submits meanwhile wait in its queues. `done` runs on any thread,
+    /// when the controller is quiesced. It is dropped without a call if [`resume`](Self::resume) is
     /// called or the last handle of the controller is dropped before that.
     ///
     /// The quiesce waits for pending operations of the front end, such as a reset or an unmap. The

@@ -27,5 +27,5 @@ pub enum Event {
     Fatal(&'static str),
 }
 
-/// Callback for events. It runs on the thread that causes the event.
+/// Callback for events. It runs on the thread on which the event occurs.
 pub(crate) type Listener = Box<dyn Fn(&Event) + Send + Sync>;

@@ -26,7 +26,7 @@ use zerocopy::IntoBytes;
 /// Maximum number of Get LBA Status commands in flight per controller. If the host submits one
 /// more, it and all later admin commands wait.
 const MAX_IN_FLIGHT: usize = 8;
-/// Maximum number of descriptors per command, which is the number that fits into a page.
+/// Maximum number of descriptors per command: the number that fits into a page.
 const MAX_DESCRIPTORS: usize =
     (4096 - size_of::<LbaStatusList>()) / size_of::<LbaStatusDescriptor>();
 /// Maximum number of disk extents per command. It is more than twice the number of descriptors,

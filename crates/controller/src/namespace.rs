@@ -22,8 +22,7 @@ pub(crate) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
 /// Maximum size of a Copy command in bytes (MCL, MSSRL). An I/O thread buffers the data of a whole
 /// command, so the size equals the smallest MDTS that a controller may have.
 pub(crate) const COPY_BYTES: usize = 1 << 20;
-/// Maximum number of source ranges of a Copy command (MSRC), which is the number that fits into a
-/// page.
+/// Maximum number of source ranges of a Copy command (MSRC): the number that fits into a page.
 pub(crate) const COPY_RANGES: usize = 128;
 
 /// Common properties of all namespaces in Identify Controller. A host reads them once and applies
@@ -44,8 +43,8 @@ impl Guarantees {
     /// Properties for a controller that starts with the namespaces of `config`.
     fn of(config: &Config) -> Self {
         let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
-        // WZSL limits all namespaces to the same number of bytes, so the smallest block size
-        // determines it: there, the maximum NLB covers the fewest bytes.
+        // WZSL limits all namespaces to the same number of bytes. The maximum NLB covers the fewest
+        // bytes on the namespace with the smallest blocks, so this namespace determines WZSL.
         let pool = config.pool.as_ref().map(|_| 512);
         let smallest = infos().map(|info| info.block_size).chain(pool).min().unwrap_or(512);
         Self {
@@ -91,7 +90,7 @@ impl Namespaces {
     }
 
     /// Adds the pool's namespaces that a sanitize operation blocks. They are barred (not served) in
-    /// the first returned set, and placeholders in the second one, which is for Identify.
+    /// the first returned set. In the second set, which is for Identify, they are placeholders.
     pub(crate) fn with_barred(&self, state: &PoolState) -> (Self, Self) {
         let (mut serving, mut identified) = (self.clone(), self.clone());
         if let Some(status) = state.sanitize.barrier() {
@@ -116,7 +115,7 @@ impl Namespaces {
         Arc::new(changed)
     }
 
-    /// NSIDs of barred namespaces, which the host sees but which are not served.
+    /// NSIDs of barred namespaces. Identify reports them to the host, but they are not served.
     pub(crate) fn barred(&self) -> impl Iterator<Item = u32> + '_ {
         self.barred.keys().copied()
     }

@@ -245,7 +245,7 @@ impl Drop for Pending {
 /// in practice.
 const NAMESPACES: usize = 1024;
 
-/// Summary of discarded error notices, for which the inbox had no room.
+/// Summary of error notices that were discarded because the inbox had no room.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MissedErrors {
     /// Number of discarded errors.

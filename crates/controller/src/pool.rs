@@ -78,8 +78,8 @@ pub struct SanitizeStatus {
 }
 
 impl SanitizeStatus {
-    /// Status with which commands that access a namespace fail; `None` if the operation does not
-    /// block such commands.
+    /// Status with which commands that access a namespace fail; `None` if the sanitize operation
+    /// does not block them.
     #[must_use]
     pub fn barrier(&self) -> Option<Status> {
         match self.phase {

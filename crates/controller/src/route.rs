@@ -1,11 +1,10 @@
-//! Message routing of a controller: to the I/O thread at which a queue was placed, or to the one
-//! that has taken the controller over.
+//! Message routing of a controller: to the I/O thread to which a queue was assigned, or to the I/O
+//! thread to which the controller has moved since.
 //!
 //! The control plane always uses the number of the I/O thread to which the queues were assigned at
-//! first. This number stays valid if the controller moves to another I/O thread (see
-//! `worker::scheduling`), because the route translates it. While queues move, the route keeps the
-//! messages for them, and sends the messages to the new I/O thread, in order, when the queues have
-//! arrived.
+//! first. If the controller moves to another I/O thread (see `worker::scheduling`), the route
+//! translates this number. While queues move, the route defers the messages for them. When the
+//! queues have arrived at the new I/O thread, the route sends the messages there, in order.
 
 use crate::worker::Pool;
 use crate::worker::mailbox::Message;
@@ -47,8 +46,7 @@ struct RouteState {
     /// I/O thread that serves the controller after a move, instead of the I/O threads to which its
     /// queues were assigned.
     to: Option<usize>,
-    /// I/O threads that the moving queues have not left yet, each with the messages to send after
-    /// the move.
+    /// I/O threads that still hold moving queues, each with the messages to send after the move.
     leaving: BTreeMap<usize, Vec<Message>>,
     quiesce: Option<Quiesce>,
 }
@@ -63,9 +61,9 @@ struct Quiesce {
 }
 
 impl Quiesce {
-    /// Keeps a message to `worker`. If there are several DMA tables, only the last table is kept,
-    /// as in a mailbox. Otherwise a client that maps memory without limit during a quiesce could
-    /// exhaust memory.
+    /// Defers a message to `worker`. Of several DMA tables, only the last one is kept, as in a
+    /// mailbox. Otherwise a client that maps memory without limit during a quiesce could exhaust
+    /// memory.
     fn defer(&mut self, worker: usize, message: Message) {
         let of_worker = self.deferred.iter_mut().rev().find(|(other, _)| *other == worker);
         match (message, of_worker) {
@@ -99,7 +97,7 @@ impl Route {
     }
 
     /// Sends `message` to the I/O thread that serves the queues assigned to `worker`. While these
-    /// queues move or are quiesced, the route keeps the message.
+    /// queues move or are quiesced, the route defers the message.
     pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
         let mut state = self.0.lock();
         if let Some(quiesce) = &mut state.quiesce {
@@ -112,7 +110,7 @@ impl Route {
     }
 
     /// Starts to move the controller to I/O thread `to`. Sends a message created by `leave` to each
-    /// of `workers`, which have queues of the controller. A second call has no effect.
+    /// of `workers`, the I/O threads with queues of the controller. A second call has no effect.
     pub(crate) fn divert(
         &self,
         pool: &Pool,
@@ -131,8 +129,8 @@ impl Route {
         }
     }
 
-    /// Sends the kept messages to `worker`'s queues, after these queues have arrived at the new I/O
-    /// thread.
+    /// Sends the deferred messages for `worker`'s queues, after these queues have arrived at the
+    /// new I/O thread.
     pub(crate) fn send_deferred(&self, pool: &Pool, worker: usize) {
         let mut state = self.0.lock();
         let to = state.to.unwrap_or(worker);
@@ -141,14 +139,14 @@ impl Route {
         }
     }
 
-    /// Sends a message created by `hurry` to each I/O thread that still has queues which move,
+    /// Sends a message created by `hurry` to each I/O thread that still holds moving queues,
     /// because a reset waits for these queues.
     pub(crate) fn hurry(&self, pool: &Pool, hurry: impl Fn() -> Message) {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
     }
 
-    /// I/O threads that may have queues of the controller: `workers`, to which queues were
-    /// assigned, and the target of a move. Queues that are moving are on one of these threads,
+    /// I/O threads that may have queues of the controller: the threads `workers` to which queues
+    /// were assigned, and the target of a move. Queues that are moving are on one of these threads,
     /// unless the move has failed and they are lost (`Notice::Stranded`).
     pub(crate) fn everywhere(&self, workers: impl IntoIterator<Item = usize>) -> Vec<usize> {
         let state = self.0.lock();
@@ -163,7 +161,7 @@ impl Route {
     }
 
     /// Starts a quiesce: sends a message created by `leave` to each I/O thread that serves queues
-    /// assigned to `workers`. The route keeps all later messages.
+    /// assigned to `workers`. The route defers all later messages.
     pub(crate) fn begin_quiesce(
         &self,
         pool: &Pool,
@@ -199,8 +197,8 @@ impl Route {
         stopovers.for_each(|stopover| pool.send(stopover.worker(), stay()));
     }
 
-    /// Drops the quiesced queues and the kept messages. The caller must call the returned function
-    /// after it has released its locks.
+    /// Ends a quiesce without resuming service. Returns a function that drops the quiesced queues
+    /// and the deferred messages. The caller must release its locks before it calls this function.
     pub(crate) fn drop_quiesced(&self) -> impl FnOnce() + Send + 'static {
         let quiesce = self.0.lock().quiesce.take();
         move || {
@@ -210,8 +208,8 @@ impl Route {
         }
     }
 
-    /// Ends a quiesce: returns the queues to their I/O threads, then sends the kept messages. All
-    /// queues must have left their I/O threads before.
+    /// Ends a quiesce and resumes service: returns the queues to their I/O threads, then sends the
+    /// deferred messages. Before the call, all queues must have left their I/O threads.
     pub(crate) fn end_quiesce(&self, pool: &Pool) {
         let mut state = self.0.lock();
         let Some(Quiesce { stopovers, deferred }) = state.quiesce.take() else { return };

@@ -67,7 +67,8 @@ pub(crate) struct ControllerShared {
     /// Flags by completion queue identifier. True if a sleeping I/O thread has to be woken when the
     /// host writes the head doorbell of that queue.
     head_wakeups: Vec<AtomicBool>,
-    /// Sizes of submission queues in entries, by queue identifier; 0 if no such queue existed yet.
+    /// Sizes of submission queues in entries, by queue identifier; 0 for an identifier that no
+    /// queue has had yet.
     sq_sizes: Vec<AtomicU32>,
     /// Bounds for the heads of completion queues, by queue identifier.
     heads: Vec<Mutex<Option<Heads>>>,
@@ -79,7 +80,7 @@ pub(crate) struct ControllerShared {
     /// Enabled descriptor formats of Copy (feature 16h): bit n for format n.
     copy_formats: Arc<AtomicU16>,
     /// True while a command runs exclusively or waits for exclusive execution. During that time,
-    /// queues that are moved to another I/O thread must not fetch commands there.
+    /// queues that have moved to another I/O thread must not fetch commands on that thread.
     exclusive: AtomicBool,
     /// Logical blocks that the host marked as uncorrectable. Each I/O thread has its own copy,
     /// which it updates while no command is in flight.
@@ -406,8 +407,8 @@ impl ControllerShared {
         counted.retire_part(counters);
     }
 
-    /// Merges the counters `from` of one I/O thread into those of another, `to`, after a move of
-    /// the queues.
+    /// Merges the counters `from` of one I/O thread into the counters `to` of another, after a move
+    /// of the queues.
     pub(crate) fn merge_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
         let mut counted = self.counted.lock();
         to.absorb(from);

@@ -152,8 +152,8 @@ impl SqCounters {
         self.qid
     }
 
-    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, which is
-    /// counted elsewhere.
+    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, from
+    /// another counter.
     pub(crate) fn read(&self, mmio_writes: u64) -> SqStats {
         SqStats {
             qid: self.qid,
@@ -194,8 +194,8 @@ impl CqCounters {
         self.qid
     }
 
-    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, which is
-    /// counted elsewhere.
+    /// Returns the current values. `mmio_writes` is the number of trapped doorbell writes, from
+    /// another counter.
     pub(crate) fn read(&self, mmio_writes: u64) -> CqStats {
         let mut doorbell = DoorbellCounts::of(mmio_writes, self.doorbell.read());
         doorbell.invalid += self.invalid_traps.get();
@@ -361,8 +361,8 @@ pub struct SleepStats {
     pub awake_ns: u64,
     /// Number of the I/O thread, from 0.
     pub worker: usize,
-    /// True if the controller is parked on this I/O thread, which does not poll it until a doorbell
-    /// write arrives.
+    /// True if the controller is parked on this I/O thread: the thread does not poll it until a
+    /// doorbell write arrives.
     pub parked: bool,
 }
 

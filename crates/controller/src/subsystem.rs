@@ -4,8 +4,8 @@
 //! The controllers share the reservations. A separate thread executes reservation commands one at a
 //! time, because each change is written to a file before it takes effect, and no I/O thread may
 //! wait for a file. Then the thread notifies each controller whose access rights change. The
-//! command ends when all I/O threads of these controllers have applied the change and the commands
-//! that they had started before have ended ([`Change`]).
+//! command ends when all I/O threads of these controllers have applied the change, and all commands
+//! that they started before the change have ended ([`Change`]).
 //!
 //! For the next start after a power loss, the file stores the state of namespaces with Persist
 //! Through Power Loss. For the next process after a restart for upgrade or a crash, it stores the
@@ -542,7 +542,8 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         let gone = self.shared.state.lock().members.remove(&self.cntlid);
-        // Dropping the member's changes drops their latches, which must not happen under the lock.
+        // The member's changes must not be dropped under the lock, because that drops their
+        // latches.
         drop(gone);
     }
 }

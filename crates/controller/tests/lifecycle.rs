@@ -306,7 +306,7 @@ fn queues_are_created_and_deleted_by_the_rules() {
     host.must(Sqe::delete_io_cq(1, 0));
     assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QID);
     // Queues with the same identifier and memory are created, used and deleted repeatedly. State of
-    // a deleted queue must not affect the next one.
+    // a deleted queue must not affect the next queue with its identifier.
     let page = host.alloc(4096);
     for round in 0..50 {
         host.memory.fill((at - common::BASE) as usize, 1 << 20, 0).unwrap();
@@ -528,8 +528,7 @@ fn a_reset_that_exceeds_its_time_is_a_fatal_status() {
     host.enable();
 }
 
-/// Disk that reports orphans, which are requests that are still in flight although their queues
-/// were closed.
+/// Disk that reports orphans: requests that are still in flight although their queues were closed.
 #[derive(Debug)]
 struct Stalled {
     below: Arc<dyn Disk>,
@@ -901,7 +900,7 @@ fn the_admin_queue_continues_when_its_memory_is_mapped_again() {
 }
 
 /// The host requests three pages, so PRP2 points to a list. The log page has only one page of data,
-/// which extends over two pages of the host.
+/// and these data extend over two pages of the host.
 #[test]
 fn a_log_page_shorter_than_asked_for_is_not_written_over_the_prp_list() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);

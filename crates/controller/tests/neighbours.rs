@@ -93,8 +93,8 @@ fn all_ranges_of_all_commands_are_executed() {
     assert!(held.marks(0, 513).into_iter().eq(left));
 }
 
-/// Adjacent ranges are deallocated by one request, because a file can free only whole blocks of its
-/// file system, which are larger than a range of 512 bytes.
+/// Adjacent ranges are deallocated by one request. A file system frees only whole blocks, and its
+/// blocks are larger than a range of 512 bytes.
 #[test]
 fn adjacent_ranges_are_deallocated_together() {
     let (mut host, held) = host_with_held_disk(1024);
@@ -169,8 +169,7 @@ fn requests_in_flight_are_limited_by_the_quota() {
     assert_eq!(held.seen().len(), 4000);
 }
 
-/// Returns true if the controller's only I/O thread sleeps, which means that its awake time does
-/// not grow.
+/// Returns true if the controller's only I/O thread sleeps: its awake time does not grow.
 fn is_asleep(host: &Host) -> bool {
     let awake = || host.controller.stats().workers[0].awake_ns;
     let before = awake();

@@ -1,5 +1,5 @@
-//! A panic of an I/O thread ends the whole process. Otherwise other threads would wait for this
-//! thread forever.
+//! A panic of an I/O thread ends the whole process. Otherwise other threads would wait forever for
+//! the I/O thread that has panicked.
 
 mod common;
 
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 const CHILD: &str = "PANIC_TEST_CHILD";
 
-/// Disk with a bug: a panic.
+/// Disk with a bug: its queue panics on each request.
 #[derive(Debug)]
 struct PanickingDisk;
 

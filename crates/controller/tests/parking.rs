@@ -113,8 +113,8 @@ impl PoolOfHosts {
         assert!(self.reap(who));
     }
 
-    /// Parks all controllers except that of `who`, by a series of sleeps. Before, the thread sleeps
-    /// and runs passes in two rounds, in which it handles earlier signals.
+    /// Parks all controllers except that of `who`, by a series of sleeps. The series is executed
+    /// twice: in the first round, the thread still handles earlier signals.
     fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..SLEEPS_UNTIL_PARKED).for_each(|_| self.submit_near_sleep(who));

@@ -117,7 +117,7 @@ impl MemDisk {
         self
     }
 
-    /// Content of the disk, which this process can access directly.
+    /// Content of the disk, for direct access by this process.
     #[must_use]
     pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
@@ -203,9 +203,9 @@ impl Disk for MemDisk {
     }
 }
 
-/// Size in bytes from which a disk is assumed to be larger than the CPU's caches. Long writes to
-/// such a disk bypass the caches, because the data would be evicted before their next use. Long
-/// reads are prefetched.
+/// Size in bytes from which a disk is assumed to be larger than the CPU's caches. Long writes to a
+/// disk of this size bypass the caches, because the data would be evicted before their next use.
+/// Long reads are prefetched.
 const LARGE: usize = 64 << 20;
 
 /// One thread's queue on a memory disk.

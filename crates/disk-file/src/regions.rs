@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
 
 /// Number of bytes per region. A long request is copied region by region. Larger regions are
-/// faster, but a reader may have to wait for the copy of one region, which takes some microseconds.
+/// faster, but a reader may have to wait until one region is copied. That takes some microseconds.
 const REGION: usize = 128 << 10;
 /// Number of sequence locks. Region n uses lock n modulo this number.
 const NUMBERS: usize = 256;

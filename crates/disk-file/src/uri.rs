@@ -94,9 +94,9 @@ impl FileSpec {
     }
 }
 
-/// Recovers the disk `spec` of a dead process, which opened it by the same specification and stored
-/// `state` as its [checkpoint](Disk::checkpoint). Returns only when no request of the dead process
-/// can reach the disk any more. Until then, calls `wait` repeatedly.
+/// Recovers the disk `spec` of a dead process. That process opened it by the same specification,
+/// and stored `state` as its [checkpoint](Disk::checkpoint). Returns only when no request of the
+/// dead process can reach the disk any more. Until then, calls `wait` repeatedly.
 ///
 /// # Errors
 /// [`OpenError`] if the disk has been replaced; [`OpenError::Busy`] if `wait` ends the waiting.

@@ -133,8 +133,8 @@ fn invalid_files_are_refused_with_the_reason() {
 
     let odd = image(directory.path(), MIB + 100);
     expect_message(&refused(&odd, ""), &odd, &["1048676 bytes", "512", "truncate -s %512"]);
-    // The image has another format that is known. The error for `format=raw` must not advise to
-    // extend the file, which would damage it.
+    // The image has another known format. The error for `format=raw` must not advise to extend the
+    // file, because that would damage the image.
     let mut vmdk = std::fs::read(&odd).unwrap();
     vmdk[..4].copy_from_slice(b"KDMV");
     std::fs::write(&odd, vmdk).unwrap();

@@ -39,7 +39,7 @@ fn holds_up_no_other(mut mount: Mount, bad: Arc<dyn Disk>) {
     let good = image(directory.path(), 64 * MIB);
     let (done, is_done) = mpsc::channel();
     // One thread serves both images, like an I/O thread. The risk: the kernel executes the calls of
-    // both images on the same few io_uring workers, all of which may hang.
+    // both images on the same few io_uring workers, and all of these may hang.
     let worker = std::thread::spawn(move || {
         let host = Host::new(MIB);
         let mut bad = bad.queue().unwrap();

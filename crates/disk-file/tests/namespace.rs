@@ -110,7 +110,7 @@ fn cancelled_in_mid_io(disk: &str) {
             }
             carried_out += usize::from(round > 0);
         }
-        // All requests have ended. If one of them accessed the memory later, the pattern in the
+        // All requests have ended. If a request accessed the memory later, the pattern in the
         // memory would change, or the pattern would be on the disk.
         host.bytes.write_from(0, &vec![NOBODYS; PAGES * PAGE]).unwrap();
         // Waits long enough for a late read into the memory.

@@ -51,8 +51,8 @@ fn child_process() {
     let mut queue = disk.queue().unwrap();
     let op = if op == "read" { Op::Read } else { Op::Write { fua: false } };
     let mut data = host.buffer(&[(0, LEN)], op == Op::Read);
-    // The read is far from the start of the disk, which may be in a cache: a cached read would
-    // complete at once.
+    // The read is far from the start of the disk. The start may be in the page cache, and a cached
+    // read would complete at once.
     let offset = if op == Op::Read { 8 * MIB } else { 0 };
     let request = Request { op, offset, len: LEN as u64 };
     let submitted = queue.submit(1, &request, &mut data);

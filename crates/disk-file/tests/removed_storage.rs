@@ -75,7 +75,7 @@ fn wait_all_ended(queue: &mut dyn Queue, ended: &mut [Option<Result<(), DiskErro
     }
 }
 
-/// Checks that all requests fail with one of these errors. They must not fail with `OutOfRange`.
+/// Checks that all requests fail with one of `errors`. They must not fail with `OutOfRange`.
 fn fails(queue: &mut dyn Queue, host: &Host, errors: &[i32], context: &str) {
     for op in [
         Op::Read,

@@ -1,4 +1,5 @@
-//! Process with a fixed number of io_uring instances, which [`prepare_rings`] creates in advance.
+//! Process with a fixed number of io_uring instances: [`prepare_rings`] creates all of them in
+//! advance.
 
 mod common;
 

@@ -50,11 +50,11 @@ impl NbdDisk {
         Self::connect(spec, |_, _, _| Ok(()))
     }
 
-    /// Recovers the disk of a dead process, which opened it by the same specification and stored
-    /// `state` as its [checkpoint](Disk::checkpoint). If the process `has_quiesced` or the disk is
-    /// read-only, connects at once. Otherwise first waits for the time `settle`, after which no
-    /// request of the dead process can reach the export any more. Calls `wait` repeatedly during
-    /// that time, and while the server is unavailable.
+    /// Recovers the disk of a dead process. That process opened it by the same specification, and
+    /// stored `state` as its [checkpoint](Disk::checkpoint). If the process `has_quiesced` or the
+    /// disk is read-only, connects at once. Otherwise first waits for the time `settle`, after
+    /// which no request of the dead process can reach the export any more. Calls `wait` repeatedly
+    /// during that time, and while the server is unavailable.
     ///
     /// # Errors
     /// [`OpenError`] if the export has been replaced, if the disk is writable and has no `settle`,

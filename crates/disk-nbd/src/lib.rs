@@ -37,14 +37,14 @@
 //! delays up to two seconds. Then requests without a reply are sent again. A request that the host
 //! aborts during the wait ends at once.
 //!
-//! Resending is not sufficient. A server may keep written data in memory until a flush. A killed
-//! server loses such data although it has answered the writes, and a later flush would report them
-//! as durable. Therefore the disk keeps the requests that were answered since the last flush
-//! (`replay=64MiB`). It replays them on the first new connection, in the order of the replies and
-//! before other requests. If they exceed the limit, the disk sends a flush itself, and writes wait
-//! for that flush. If one of several connections is lost, there is a replay too, because a client
-//! cannot distinguish a lost connection from a dead server. The replay starts after all replies on
-//! the other connections.
+//! Resending is not sufficient. A server may store written data in memory until a flush. If it is
+//! killed, it loses these data although it has answered the writes, and a later flush would report
+//! the data as durable. Therefore the disk stores the requests that were answered since the last
+//! flush (`replay=64MiB`). It replays them on the first new connection, in the order of the replies
+//! and before other requests. If they exceed the limit, the disk sends a flush itself, and writes
+//! wait for that flush. If one of several connections is lost, there is a replay too, because a
+//! client cannot distinguish a lost connection from a dead server. The replay starts after all
+//! replies on the other connections.
 //!
 //! If a replay is impossible (`replay=off`, or the server refuses a request that it executed
 //! before), every flush and every FUA write fails until the disk is opened again, and an error is
@@ -72,8 +72,9 @@
 //! # Trust
 //!
 //! Servers are untrusted. If a reply does not match its request, the disk closes the connection. A
-//! request that was in flight in four such cases fails. Texts, replies and chunks are bounded, and
-//! so is the state of a connection: 256 requests and 16 MiB of data, and the limit of `replay`.
+//! request fails if it was in flight on four connections that were closed for this reason. Texts,
+//! replies and chunks are bounded, and so is the state of a connection: 256 requests and 16 MiB of
+//! data, and the limit of `replay`.
 //!
 //! # Limitations
 //!

@@ -206,8 +206,8 @@ impl Link {
         true
     }
 
-    /// Returns the socket if replies are awaited that no queue may receive: those to orphans or to
-    /// an automatic flush. The flag is true if some requests are not completely sent yet.
+    /// Returns the socket if replies are awaited that no queue may receive: replies to orphans, or
+    /// to an automatic flush. The flag is true if some requests are not completely sent yet.
     pub(crate) fn unattended(&self) -> Option<(Stream, bool)> {
         let is_unattended = |part: &Subrequest| part.orphan.is_some() || part.is_automatic;
         self.busy().filter(|_| self.parts.any(is_unattended))
@@ -399,7 +399,8 @@ impl Link {
     }
 
     /// Returns a subrequest to the waiting list. A subrequest without an owner that does not change
-    /// the export is dropped instead. For an automatic flush, a new one is requested.
+    /// the export is dropped instead. An automatic flush is dropped too, and a new flush is
+    /// requested.
     fn resubmit(&mut self, mut part: Subrequest, shared: &Shared) {
         if part.is_automatic {
             shared.unflushed.lock().flush = Flush::Requested;

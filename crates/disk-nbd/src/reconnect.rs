@@ -187,9 +187,9 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
     }
     if shared.is_recovering() {
         if !is_recovering {
-            // A connection was lost after the call to `drain` was skipped above. The next attempt
-            // first waits for the requests in flight on the remaining connections, which must end
-            // before a replay.
+            // A connection was lost after `drain` was skipped above. Before a replay, the requests
+            // in flight on the remaining connections must end. The next attempt first waits for
+            // them.
             let why = "another connection was lost meanwhile".to_owned();
             return Err(Failure { why, max_pause: FIRST_PAUSE });
         }

@@ -16,10 +16,10 @@
 //!
 //! # Durability
 //!
-//! The dead process kept its unflushed writes for a replay; the next process does not have them.
-//! Therefore the next process first sends a flush, after which no replay is needed. If the server
-//! restarts between the crash and this flush, it may lose writes that it had answered but not
-//! flushed. Such a loss is not detected.
+//! The dead process stored its unflushed writes for a replay; the next process does not have them.
+//! Therefore the next process first sends a flush. After this flush, no replay is needed. If the
+//! server restarts between the crash and this flush, it may lose writes that it had answered but
+//! not flushed. The disk does not detect this loss.
 
 use crate::error::OpenError;
 use crate::uri::NbdSpec;

@@ -64,8 +64,8 @@ impl Shared {
 
     /// Records a lost connection. The caller holds the lock of that connection. Senders test the
     /// flag under the lock of their connection, and the reconnection thread then takes each of
-    /// these locks. So it finds all requests that were sent before the loss, and no others are
-    /// sent.
+    /// these locks. So that thread finds all requests that were sent before the loss, and no
+    /// further requests are sent.
     pub(crate) fn connection_lost(&self) {
         self.count_loss();
         self.wake.signal();

@@ -27,8 +27,8 @@ pub(crate) struct Subrequest {
     pub(crate) data: Vec<u8>,
     /// `None` for a cancelled subrequest or an automatic flush.
     pub(crate) owner: Option<Owner>,
-    /// For a cancelled write: its registration among the orphans, for which later flushes wait.
-    /// Dropped with the reply.
+    /// Registration of a cancelled write as an orphan. Later flushes wait until it is dropped, when
+    /// the reply arrives.
     pub(crate) orphan: Option<Orphan>,
     /// True for the flush that makes unflushed writes durable, without a request to the disk.
     pub(crate) is_automatic: bool,
@@ -111,7 +111,7 @@ pub(crate) struct Subrequests {
     free: Vec<u32>,
     next: u64,
     /// Lists of indexes into `slots`, by queue number. Each request of a queue has its own list,
-    /// which contains its subrequests.
+    /// with the request's subrequests.
     owned: Vec<Lists>,
 }
 

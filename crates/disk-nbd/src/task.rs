@@ -139,8 +139,8 @@ impl Task {
         orphans.blocks(&request, by)
     }
 
-    /// Returns the next subrequest, with at most `max_len` bytes of data. `None` if all were
-    /// started, or if the next one is a flush that has to wait for those in flight.
+    /// Returns the next subrequest, with at most `max_len` bytes of data. `None` if all subrequests
+    /// were started, or if the next one is a flush that has to wait for the subrequests in flight.
     pub(crate) fn next(&self, max_len: u32) -> Option<Next> {
         let left = self.len.saturating_sub(self.started);
         if self.outcome.is_err() {

@@ -131,8 +131,8 @@ impl TlsProxy {
                 flags.set(PollFlags::OUT, writes);
                 flags
             };
-            // A socket without requested events is not polled: `poll` always returns at once for a
-            // socket that was hung up.
+            // A socket without requested events is not polled, because `poll` always returns at
+            // once if the peer has closed the socket.
             let server = wants(!has_incoming, server_blocks);
             let user = wants(!has_outgoing, user_blocks);
             let ends = [(&self.server, server), (&self.user, user)];

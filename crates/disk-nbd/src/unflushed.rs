@@ -50,11 +50,11 @@ pub(crate) struct Unflushed {
     /// again.
     first: u64,
     bytes: u64,
-    /// Limit of `bytes`. With 0, replay is disabled and no data are kept.
+    /// Limit of `bytes`. With 0, replay is disabled and no data are stored.
     max_bytes: u64,
     /// True if no list is needed, because the server does not support flushes.
     is_needless: bool,
-    /// State of the automatic flush, which the reconnection thread sends.
+    /// State of the automatic flush. The reconnection thread sends it.
     pub(crate) flush: Flush,
     /// True if data were lost and could not be replayed. From then on, flushes fail.
     pub(crate) has_lost_writes: bool,
@@ -86,8 +86,8 @@ impl Unflushed {
     /// Adds an answered request.
     pub(crate) fn add(&mut self, mut entry: Entry) {
         if self.max_bytes == 0 {
-            // Without replay, only the last entry is kept, without data. It records that unflushed
-            // writes exist.
+            // Without replay, the list contains only the last entry, without data. It records that
+            // unflushed writes exist.
             entry.data = Arc::default();
             if let Some(first) = self.entries.front_mut() {
                 self.first += 1;
@@ -127,7 +127,7 @@ impl Unflushed {
         self.max_bytes != 0 && self.bytes > self.max_bytes
     }
 
-    /// Entries to replay. `None` if entries exist whose data were not kept and are therefore lost.
+    /// Entries to replay. `None` if the data of entries were not stored and are therefore lost.
     pub(crate) fn entries(&self) -> Option<Vec<Entry>> {
         let is_kept = self.max_bytes != 0 || self.entries.is_empty();
         is_kept.then(|| self.entries.iter().cloned().collect())

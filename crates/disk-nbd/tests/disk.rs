@@ -190,8 +190,8 @@ fn unflushed_writes_survive_a_kill_of_the_server() {
         write(&mut *queue, 0, &[1; 4096]).unwrap();
         write(&mut *queue, 4096, &[2; 4096]).unwrap();
         flush(&mut *queue).unwrap();
-        // The writes overlap, and each is submitted after the previous one has completed. One of
-        // them has FUA.
+        // The writes overlap, and each is submitted after the previous one has completed. The third
+        // write has FUA.
         write(&mut *queue, 0, &[3; 4096]).unwrap();
         write(&mut *queue, 512, &[4; 512]).unwrap();
         write_durably(&mut *queue, 1024, &[5; 512]).unwrap();
@@ -388,7 +388,7 @@ fn a_load_survives_repeated_kills_of_the_server() {
     }
 }
 
-/// One of several connections is lost, while the server holds requests of the others.
+/// One of several connections is lost, while the server holds requests of the other connections.
 #[test]
 fn requests_of_a_lost_connection_are_replayed() {
     let fake = Fake::new(MIB, ALL);
@@ -411,7 +411,7 @@ fn requests_of_a_lost_connection_are_replayed() {
 }
 
 /// A server that is about to end refuses requests, and waits until all clients have disconnected.
-/// So the disk must close all its connections, because the next server cannot listen before.
+/// So the disk must close all its connections: before that, the next server cannot listen.
 #[test]
 fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
     // The disk notices that the server is about to end by a refused request, or by the end of one
@@ -450,8 +450,8 @@ fn a_server_that_ends_is_disconnected_and_requests_go_to_the_next_one() {
 }
 
 /// The unflushed writes exceed the limit of the option `replay`. So the disk sends flushes
-/// automatically, and further writes wait for them. A server that is about to end refuses such a
-/// flush, which is sent to the next server.
+/// automatically, and further writes wait for them. If a server that is about to end refuses an
+/// automatic flush, the disk sends the flush to the next server.
 #[test]
 fn an_automatic_flush_that_an_ending_server_refuses_is_sent_again() {
     let fake = Fake::new(MIB, ALL);
@@ -544,7 +544,7 @@ fn submit_write(queue: &mut dyn Queue, tag: u32, offset: u64, byte: u8) {
 }
 
 /// A queue whose writes are on a hung server can be closed at once. A later request of another
-/// queue waits only if its range overlaps one of these writes.
+/// queue waits only if its range overlaps the range of a write on the hung server.
 #[test]
 fn writes_on_a_hung_server_are_cancelled_at_once_and_later_requests_wait_for_them() {
     let fake = Fake::new(MIB, ALL);
@@ -675,7 +675,8 @@ fn an_unmap_does_not_wait_for_reads_on_a_hung_server() {
     assert_eq!(read, [0; 2048], "a read wrote to unmapped memory");
 }
 
-/// On a server without flushes, a flush waits for orphans as well.
+/// With a server that does not support flushes, a flush of the disk waits for orphans, as with
+/// other servers.
 #[test]
 fn a_flush_waits_for_orphans_on_a_server_without_flushes() {
     let fake = Fake::new(MIB, ALL & !transmission::SEND_FLUSH);

@@ -1,4 +1,4 @@
-//! Detection of a removed or disconnected SSD. Such an SSD completes no commands any more.
+//! Detection of a removed or disconnected SSD: it completes no commands any more.
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};

@@ -190,8 +190,8 @@ impl Disk for NvmeDisk {
         let pair = match controller.take_queue_pair() {
             _ if self.0.disconnect.is_disconnected() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
-            // None of the queue pairs that were created at opening is left. The new one replaces
-            // that of a dropped queue.
+            // All queue pairs that were created at opening were taken. A new queue pair replaces
+            // the pair of a dropped queue.
             None => match controller.create_queue_pair(self.0.depth) {
                 Ok(pair) => pair,
                 // If the SSD was removed or disconnected, the queue is opened nevertheless, and its

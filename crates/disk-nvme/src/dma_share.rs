@@ -108,9 +108,9 @@ impl DmaShare {
         Self { shares, shared: Vec::new(), refused: Vec::new() }
     }
 
-    /// Finds the shared memory that contains `address`, which must be the address of a byte of
-    /// `data`. Shares it if necessary. Returns the memory and the offset in it, or `None` if the
-    /// SSD cannot access this byte directly.
+    /// Finds the shared memory that contains `address`. `address` must be the address of a byte of
+    /// `data`. Shares the memory if necessary. Returns the memory and the offset in it, or `None`
+    /// if the SSD cannot access this byte directly.
     pub(crate) fn find(
         &mut self,
         address: usize,

@@ -41,7 +41,7 @@
 //! An I/O thread blocks on the SSD's admin queue when it opens or closes its queue pair, and while
 //! the driver takes its [recovery steps](shadowbell_driver::recovery) for a late command. A hung
 //! SSD then blocks the other controllers of that I/O thread, up to ten seconds per command. So each
-//! controller on such an SSD should have an I/O thread of its own (`shadowbell serve` does that).
+//! controller on an SSD should have an I/O thread of its own (`shadowbell serve` does that).
 #![forbid(unsafe_code)]
 
 mod disconnect;

@@ -308,7 +308,7 @@ impl NvmeQueue {
         let task = self.tasks.get_mut(part.task)?;
         let mut outcome = outcome(status);
         if part.in_place {
-            // The number of kept buffers is limited to the number of commands that can be in
+            // The number of buffers for reuse is limited to the number of commands that can be in
             // flight.
             if let Some(buffer) = buffer
                 && self.used.len() < kept

@@ -1,6 +1,6 @@
-//! Tests with three layers in one process: the driver of a guest uses a controller, whose disk is
-//! the namespace of a second controller (the SSD). The disk of the second controller records its
-//! requests.
+//! Tests with three layers in one process: the driver of a guest uses a controller. The
+//! controller's disk is the namespace of a second controller (the SSD). The disk of the second
+//! controller records its requests.
 
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Op, Queue, ReportExtent, Request, Submitted};
 use shadowbell_disk_file::{MemDisk, NullDisk};
@@ -20,7 +20,7 @@ use std::time::Instant;
 use zerocopy::IntoBytes;
 
 /// Record of the requests that have reached the disk of the SSD, and the error that the test
-/// injects there.
+/// injects into them.
 #[derive(Debug, Default)]
 struct Recorded {
     /// Requests, each with the addresses of its data in the memory of this process.

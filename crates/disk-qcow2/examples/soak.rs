@@ -31,7 +31,7 @@ const LANE: usize = UNITS / LANES;
 const CLUSTERS: [&str; 4] = ["64k", "4k", "16k", "512k"];
 /// Number of worker processes per image, one after the other.
 const PROCESSES: u64 = 40;
-/// One of this many processes is killed soon after its start.
+/// Ratio of all worker processes to those that are killed soon after their start.
 const SOON_EVERY: u64 = 8;
 
 /// Mix of operations on an image. Each cluster size is tested with both mixes.

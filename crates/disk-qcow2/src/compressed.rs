@@ -93,7 +93,7 @@ mod tests {
     fn clusters_are_decompressed_or_refused() {
         let content: Vec<u8> = (0..65536_u32).map(|n| (n / 100) as u8).collect();
         let mut packed = miniz_oxide::deflate::compress_to_vec(&content, 6);
-        // The compressed data may be followed by those of another cluster.
+        // The compressed data may be followed by the compressed data of another cluster.
         packed.resize(packed.len() + 700, 0xaa);
         assert!(inflate(packed.clone(), false, content.len()).unwrap() == content);
         assert!(inflate(packed.clone(), false, content.len() + 1).is_err(), "too short");

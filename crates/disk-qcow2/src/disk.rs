@@ -41,9 +41,9 @@ impl Qcow2Disk {
         Ok(Self::of(path, opened, options.block_size.unwrap_or(512)))
     }
 
-    /// Recovers the image of a dead process, which opened it with the same options and stored
-    /// `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead process
-    /// can reach the image any more. Calls `wait` repeatedly until then.
+    /// Recovers the image of a dead process. That process opened it with the same options, and
+    /// stored `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead
+    /// process can reach the image any more. Calls `wait` repeatedly until then.
     ///
     /// # Errors
     /// [`OpenError`] if the image has been replaced, or `wait` gives up.
@@ -90,8 +90,8 @@ impl Qcow2Disk {
         let mut info = DiskInfo::new(block_size, size / u64::from(block_size));
         info.read_only = opened.files.first().is_none_or(ImageFile::is_read_only);
         info.volatile_cache = !info.read_only;
-        // Discarded blocks must read as zeroes, even if the backing file has data there. That needs
-        // zero clusters, which version 2 does not have.
+        // Discarded blocks must read as zeroes, even if the backing file has data at their offset.
+        // That needs zero clusters, which version 2 does not have.
         info.discard = !info.read_only && version >= 3;
         info.granularity = ((1 << bits) / block_size).max(1);
         let pool = Arc::new(Pool::new(Image::new(opened, info, name)));
@@ -100,8 +100,8 @@ impl Qcow2Disk {
 
     /// True if a request for these bytes would take the fast path now: its clusters are contiguous
     /// in the file, and the map permits the access (a write if `writes` is true). Clusters are
-    /// added to the map after the first request to them or to their neighbours; compressed ones
-    /// never are, and shared ones only on a read-only disk.
+    /// added to the map after the first request to them or to their neighbours. Compressed clusters
+    /// are never added, and shared clusters only on a read-only disk.
     #[must_use]
     pub fn uses_fast_path(&self, offset: u64, len: u64, writes: bool) -> bool {
         let Some(map) = &self.pool.image().map else { return false };

@@ -107,8 +107,8 @@ impl Format {
     }
 
     /// Prepares the image for changes: reads the refcount table, and records the clusters of the
-    /// header and of all tables, which must never become data. Returns the defect if two tables
-    /// have the same location, or if there are too many tables.
+    /// header and of all tables, so that these clusters are never used for data. Returns the defect
+    /// if two tables have the same location, or if there are too many tables.
     pub(crate) fn protect_tables(&self, snapshots: &[Snapshot]) -> io::Result<Result<(), String>> {
         let (bits, header) = (self.header.cluster_bits, &self.header);
         let counts = &mut self.meta().counts;

@@ -56,8 +56,8 @@ pub(crate) struct Image {
 impl Image {
     pub(crate) fn new(opened: Opened, info: DiskInfo, name: String) -> Self {
         let Opened { format, files, bytes, check } = opened;
-        // Before writes, the fast path queries the file length on the I/O thread. On a remote file
-        // that may block, so the fast path does not write there.
+        // Before a write, the fast path queries the file length on the I/O thread. For a remote
+        // file, this query may block, so the fast path does not write to remote files.
         let writes_fast = !info.read_only && !files.iter().any(ImageFile::is_remote);
         let new_map = || Arc::new(Map::new(format.layout.bits, format.layout.size));
         let map = bytes.as_ref().map(|_| new_map());
@@ -185,9 +185,9 @@ impl Image {
         self.note_loss();
     }
 
-    /// Releases the locks of the files, unless a check runs or the reserve still holds clusters,
-    /// which have to be released first. Returns true if the locks were released. From then on, the
-    /// next process may change the files.
+    /// Releases the locks of the files, unless a check runs or the reserve still holds clusters
+    /// (these have to be released first). Returns true if the locks were released. From then on,
+    /// the next process may change the files.
     pub(crate) fn try_release_lock(&self) -> bool {
         let Some(mut is_released) = self.is_released.try_lock() else { return false };
         if self.is_checking() || !self.format.is_settled() {

@@ -33,7 +33,7 @@
 //! without the format. A map contains their locations, and all queues read the map without a lock.
 //! The io_uring of a queue executes requests on mapped clusters directly on guest memory, as in
 //! `shadowbell-disk-file`. This is the fast path. Before a cluster moves to another location, it is
-//! closed: no request enters it any more, and the requests in flight there end first.
+//! closed: no request enters it any more, and the requests in flight on it end first.
 //!
 //! On the slow path, data are in buffers of the queue, so the threads never access guest memory.
 //! Data to write are copied when a request starts, and data that were read are copied when the
@@ -55,7 +55,7 @@
 //!
 //! Data that the page cache has lost remain lost, as in `shadowbell-disk-file`: flushes fail until
 //! the image is opened again. If another process truncates the file, all requests fail as soon as
-//! that is detected, which is before a write or after a read.
+//! the truncation is detected: before the next write, or after the next read.
 //!
 //! # Trust
 //!
@@ -64,9 +64,10 @@
 //! format that the image states, independently of their content. An image in which two tables have
 //! the same location is not opened for writing. An entry that refers to a table, beyond the end of
 //! the file or to an unaligned offset is damaged: requests on its cluster fail, others do not. The
-//! memory for tables is bounded: a refcount table of at most 8 MiB, a cache of 16 MiB, another one
-//! for all backing files, and a set of the clusters with tables, of which there may be 6 Mi. A
-//! panic in this crate counts as an error of the disk; all later requests fail.
+//! memory for tables is bounded: a refcount table of at most 8 MiB, a cache of 16 MiB for the
+//! image, another cache of 16 MiB for all backing files, and a set of the clusters with tables (at
+//! most 6 Mi clusters). A panic in this crate counts as an error of the disk; all later requests
+//! fail.
 #![deny(unsafe_code)]
 
 mod check;

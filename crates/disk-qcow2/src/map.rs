@@ -5,10 +5,10 @@
 //! # Concurrency
 //!
 //! Any thread can look a cluster up and *enter* it without a lock: the entry of the cluster
-//! contains its location and the number of requests in flight there. Before a thread changes the
-//! location, it *closes* the cluster: no request enters it any more, and the thread waits for the
-//! requests in flight. So no request accesses a location after it was reused for another cluster or
-//! for a table. Requests on mapped clusters neither allocate nor free clusters.
+//! contains the cluster's location and the number of requests in flight on it. Before a thread
+//! changes the location, it *closes* the cluster: no request enters it any more, and the thread
+//! waits for the requests in flight. So no request accesses a location after it was reused for
+//! another cluster or for a table. Requests on mapped clusters neither allocate nor free clusters.
 //!
 //! An entry is added after a request on the slow path, by the thread that has executed it. The lock
 //! of the tables makes additions and changes exclude each other. Otherwise, a thread could look a
@@ -18,7 +18,7 @@
 //!
 //! Entries are in parts of [`PART`] clusters. There are as many slots for parts as the disk has
 //! parts, but at most [`MAX_PARTS`]. On larger disks, several parts share a slot: a new part
-//! replaces the part in its slot, if no request is in flight there.
+//! replaces the part in its slot, if no request is in flight on the clusters of the old part.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::OnceLock;
@@ -26,8 +26,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Number of clusters per part: 4 KiB of entries.
 pub(crate) const PART: u64 = 512;
-/// Maximum number of parts. They have 16 MiB of entries, which cover 128 GiB of a disk with
-/// clusters of 64 KiB.
+/// Maximum number of parts: 16 MiB of entries. They cover 128 GiB of a disk with clusters of 64
+/// KiB.
 const MAX_PARTS: u64 = 4096;
 
 /// Field of an entry: number of requests in flight.
@@ -49,8 +49,8 @@ pub(crate) struct Map {
     slots: Box<[Slot]>,
     /// Held while entries are added, and while one part replaces another in its slot.
     filling: Mutex<()>,
-    /// Mutex of the condition variable `left`, on which a closing thread waits until requests in
-    /// flight have ended.
+    /// Mutex of the condition variable `left`. A closing thread waits on this variable until
+    /// requests in flight have ended.
     closing: Mutex<()>,
     left: Condvar,
 }
@@ -155,8 +155,8 @@ impl Map {
     /// Leaves the clusters of a completed request.
     pub(crate) fn leave(&self, entered: Entered) {
         for cluster in entered.first..entered.first + entered.count {
-            // The part is still in its slot: a part is not replaced while requests are in flight
-            // there.
+            // The part is still in its slot: a part is not replaced while requests are in flight on
+            // its clusters.
             if let Some((_, entry)) = self.entry(cluster) {
                 self.leave_entry(entry);
             }
@@ -173,8 +173,8 @@ impl Map {
         }
     }
 
-    /// Closes a byte range, and waits for requests in flight there. The caller must prevent
-    /// additions to the map until its change is complete.
+    /// Closes the clusters of a byte range, and waits for the requests in flight on them. The
+    /// caller must prevent additions to the map until its change is complete.
     pub(crate) fn close(&self, offset: u64, len: u64) {
         let mut clusters = self.clusters(offset, len);
         // The range is closed part by part: in a large range, most parts may have no slot and are
@@ -209,7 +209,7 @@ pub(crate) struct MapFill<'a> {
 }
 
 impl MapFill<'_> {
-    /// Clusters that have to be looked up after a request for these bytes: all clusters of a part
+    /// Clusters that have to be looked up after a request for a byte range: all clusters of a part
     /// that was never looked up, and in other parts only the unmapped clusters of the request.
     pub(crate) fn unknown(&self, offset: u64, len: u64) -> Vec<std::ops::Range<u64>> {
         let map = self.map;
@@ -238,9 +238,8 @@ impl MapFill<'_> {
         unknown
     }
 
-    /// Puts a part into its slot, unless requests are in flight on the clusters of the part that is
-    /// there. Returns false if the caller has to look up all clusters of the part, which then is in
-    /// the slot.
+    /// Puts a part into its slot, unless the slot contains another part with requests in flight.
+    /// Returns false if the part is in the slot, and the caller has to look up all of its clusters.
     fn take_place(&self, part: u64) -> bool {
         let Some(slot) = self.map.slot(part) else { return true };
         if slot.part.load(Ordering::Acquire) == part {
@@ -388,8 +387,8 @@ mod tests {
         assert_eq!(map.enter(far * CLUSTER, 512, false).unwrap().0, far * CLUSTER);
     }
 
-    /// Each cluster alternates between two locations. A counter per location shows the requests in
-    /// flight there. After a close, the counter of the old location must be zero.
+    /// Each cluster alternates between two locations. A counter per location shows the number of
+    /// requests in flight on it. After a close, the counter of the old location must be zero.
     #[test]
     fn no_request_is_in_flight_at_a_closed_location() {
         const CLUSTERS: u64 = 8;

@@ -20,7 +20,7 @@ pub(crate) const MAX_CHAIN: usize = 64;
 /// Opened image.
 pub(crate) struct Opened {
     pub(crate) format: Arc<Format>,
-    /// Files of the image, which are locked: its own file, its data file, and its backing files.
+    /// Locked files of the image: its own file, its data file, and its backing files.
     pub(crate) files: Vec<ImageFile>,
     /// File for the fast path. `None` without io_uring.
     pub(crate) bytes: Option<ImageBytes>,
@@ -103,7 +103,7 @@ fn prepare(path: &Path, format: &Arc<Format>) -> Result<Option<Arc<Check>>, Open
         meta.counts.top(&format.file, &mut meta.cache).map_err(system)?
     };
     // If an image is not dirty, each cluster that it refers to has a reference count above 0. So
-    // the file is complete if it contains the last cluster with such a count.
+    // the file is complete if it contains the last cluster with a reference count above 0.
     let is_long = top <= format.file.len().div_ceil(format.layout.cluster());
     if !format.header.is_dirty && (is_long || !format.file.grows) {
         format.header.clear_features(&format.file).map_err(system)?;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// Maximum total size in bytes of the buffers of slow-path requests in flight. Further requests
 /// wait.
 const BUFFERS: usize = 32 << 20;
-/// Size in bytes of buffers that are kept for reuse, and maximum number of kept ones.
+/// Size in bytes of reusable buffers, and maximum number of unused ones.
 const KEPT_LEN: usize = 128 << 10;
 const KEPT: usize = 64;
 

@@ -68,7 +68,7 @@ pub(crate) struct Refcounts {
 }
 
 impl Refcounts {
-    /// Creates the counts without their table, which only a change of the image needs.
+    /// Creates the counts without their table: only a change of the image needs the table.
     pub(crate) fn new(header: &Header) -> Self {
         let bits = header.cluster_bits;
         Self {
@@ -293,8 +293,8 @@ impl Refcounts {
         Ok(at.min(range.end))
     }
 
-    /// Adds clusters that may be free. Those from the cursor on are left out: the search finds them
-    /// anyway, and would find them twice.
+    /// Adds clusters that may be free. Clusters from the cursor on are left out: the search finds
+    /// them anyway, and would find them twice.
     fn add_released(&mut self, clusters: Range<u64>) {
         let clusters = clusters.start..clusters.end.min(self.cursor);
         if clusters.is_empty() {
@@ -361,9 +361,9 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Counts `missing` clusters at the end of the file, after the refcount blocks and the refcount
-    /// table that they need. Also adds the missing blocks of all clusters from `from` on. The
-    /// counts are durable after the next sync.
+    /// Counts `missing` clusters at the end of the file as used, after the refcount blocks and the
+    /// refcount table that these clusters need. Also adds the missing blocks of all clusters from
+    /// `from` on. The counts are durable after the next sync.
     fn extend(
         &mut self,
         file: &FileStorage,
@@ -494,7 +494,7 @@ impl Refcounts {
         std::mem::take(&mut self.freed)
     }
 
-    /// Keeps freed clusters for the next sync, because this one has failed.
+    /// Adds freed clusters to the list again, for the next sync, because a sync has failed.
     pub(crate) fn keep_freed(&mut self, freed: Vec<Range<u64>>) {
         self.freed.extend(freed);
     }

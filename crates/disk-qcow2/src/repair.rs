@@ -114,9 +114,9 @@ impl Scan<'_> {
         Ok((counts, last.saturating_mul(1 << bits)))
     }
 
-    /// Writes the counts to the refcount blocks, and sets the COPIED flags accordingly. Returns a
-    /// description if the image is damaged. Otherwise, the caller has to clear the dirty flag of
-    /// the image.
+    /// Writes the counts to the refcount blocks, and sets the COPIED flag of the table entries
+    /// whose cluster has the count 1. Returns a description if the image is damaged. Otherwise, the
+    /// caller has to clear the dirty flag of the image.
     pub(crate) fn rebuild(&self, mut counts: Vec<u16>) -> io::Result<Result<(), &'static str>> {
         let format = self.format;
         let (file, bits) = (&format.file, format.layout.bits);

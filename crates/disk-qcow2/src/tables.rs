@@ -269,8 +269,8 @@ pub(crate) fn read_table(file: &FileStorage, table: Table) -> io::Result<Vec<u64
     Ok((0..table.entries as usize).map(|nth| be64(&bytes, nth * 8)).collect())
 }
 
-/// Calls `found` with each entry of a table, which may be long and is read in parts. If `found`
-/// returns false, stops and returns false.
+/// Calls `found` with each entry of a table. A long table is read in parts. If `found` returns
+/// false, stops and returns false.
 pub(crate) fn for_each_entry(
     file: &FileStorage,
     table: Table,

@@ -148,8 +148,8 @@ fn apply(file: &mut Vec<u8>, change: &Change, mut keeps: impl FnMut() -> bool) {
 }
 
 impl Workload {
-    /// Checks the image after a crash that has left the content `file`. The results of the first
-    /// `kept` requests must be there. The first `started` requests may have had an effect.
+    /// Checks the image after a crash that has left the content `file`. The image must contain the
+    /// results of the first `kept` requests. The first `started` requests may have had an effect.
     fn check(&self, path: &Path, file: &[u8], kept: usize, started: usize, context: &str) {
         std::fs::write(path, file).unwrap();
         let name = path.to_str().unwrap();
@@ -205,8 +205,8 @@ impl Workload {
         self.lose_power(path, cut, &mut |_| random.below(8) < odds, &context);
     }
 
-    /// Number of those of the first `cut` changes that a sync has made durable: all up to and
-    /// including the last sync.
+    /// Number of durable changes among the first `cut` changes: all up to and including the last
+    /// sync.
     fn synced(&self, cut: usize) -> usize {
         let is_sync = |change: &Change| matches!(change, Change::Sync);
         self.changes[..cut].iter().rposition(is_sync).map_or(0, |at| at + 1)
@@ -503,7 +503,7 @@ fn more_tables_than_fit_into_the_file_are_refused() {
     let path = directory.path().join("disk.qcow2");
     crate::create(&path, SIZE).unwrap();
     let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-    // The L1 table refers to consecutive L2 tables, which are all in a hole of the file. So the
+    // The L1 table refers to consecutive L2 tables. All of these are in a hole of the file. So the
     // file occupies little space.
     let l1: Vec<u8> = (0..TABLES).flat_map(|n| ((1 << 30) + (n << 16)).to_be_bytes()).collect();
     file.write_all_at(&l1, 1 << 20).unwrap();

@@ -9,8 +9,8 @@
 //! later ones are present. So a new table is durable before an entry refers to it. If a part of a
 //! cluster with old content is written to a new location, the copy is also durable before the L2
 //! entry refers to it; otherwise the old content could be lost. A cluster without old content needs
-//! no sync if it is in a new part of the file, which is durably zero. For the order of reference
-//! counts, see [`refcount`](crate::refcount).
+//! no sync if it is in a new part of the file, because new parts are durably zero. For the order of
+//! reference counts, see [`refcount`](crate::refcount).
 
 use crate::format::{Format, Kind, Meta};
 use crate::refcount::Span;
@@ -173,8 +173,8 @@ impl Format {
         all & layout.all()
     }
 
-    /// Bytes of the cluster in these subclusters. An external data file has none beyond the end of
-    /// the disk.
+    /// Bytes of the cluster that the step writes. In an external data file, the cluster ends at the
+    /// end of the disk.
     fn written_bytes(&self, step: &Step) -> Range<u64> {
         let (mask, unit) = (self.written(step), self.layout.unit());
         let end = u64::from(u32::BITS - mask.leading_zeros()) * unit;
@@ -281,7 +281,7 @@ impl Format {
         Ok(())
     }
 
-    /// Writes the entries of adjacent clusters, which are in one slice of one table.
+    /// Writes the entries of adjacent clusters. All of these entries are in one slice of one table.
     fn set_entries(&self, meta: &mut Meta, first: u64, entries: &[Cluster]) -> io::Result<()> {
         let (layout, size) = (&self.layout, self.layout.entry);
         let Some((table, true)) = self.table(meta, first)? else {
@@ -299,7 +299,8 @@ impl Format {
         })
     }
 
-    /// Frees the old location `old` of a cluster, to which the cluster's entry no longer refers.
+    /// Frees the old location `old` of a cluster. The cluster's entry must not refer to it any
+    /// more.
     fn free(&self, meta: &mut Meta, old: &Cluster) {
         if let Some(entry) = old.packed {
             let clusters = self.layout.compressed(entry).0;

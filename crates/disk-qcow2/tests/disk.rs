@@ -423,7 +423,7 @@ fn count_far_away(path: &Path, bits: u32, clusters: u64, nth: u64) -> u64 {
 }
 
 /// An image is refused if it has refcount blocks for clusters whose offsets do not fit into a table
-/// entry. If such a cluster were allocated, the entry would refer to another cluster.
+/// entry. If one of these clusters were allocated, its table entry would refer to another cluster.
 #[test]
 fn counts_beyond_the_largest_offset_are_refused() {
     let directory = directory();

@@ -58,8 +58,8 @@ fn allocated_clusters_take_the_fast_path() {
     flush(&mut *queue).unwrap();
     drop((queue, disk));
     check_whole(&path);
-    // When the image is opened again, no cluster is on the fast path. The first request adds many
-    // clusters at once, also others than its own.
+    // When the image is opened again, no cluster is on the fast path. The first request adds its
+    // own clusters, and many further ones at the same time.
     for (options, writes) in [("", true), ("?read-only=on", false)] {
         let disk = open(&path, options);
         assert_eq!(fast_path(&disk, 2), (false, false));
@@ -307,7 +307,7 @@ fn invalid_cluster_offsets_are_not_accessed() {
     let directory = directory();
     let tables = Tables::new(directory.path());
     let l2 = tables.l2;
-    // The table entry refers to a place beyond the end of the file, which has no refcount, or to an
+    // The table entry contains an offset beyond the end of the file, which has no refcount, or an
     // unaligned offset.
     for (what, place) in [("behind", 1 << 30), ("unaligned", 8 * CLUSTER + 512)] {
         let len = tables.bytes.len() as u64;

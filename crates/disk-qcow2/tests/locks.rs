@@ -50,7 +50,7 @@ impl Images {
         .then_some(images)
     }
 
-    /// Path of the image to open: for the use as a base, that of the overlay.
+    /// Path of the image to open. For the use as a base, it is the path of the overlay.
     fn path(&self, how: Use) -> String {
         let name = if how == Use::Base { "top.qcow2" } else { "base.qcow2" };
         self.directory.path().join(name).to_str().unwrap().to_owned()
@@ -153,8 +153,9 @@ fn the_locks_of_an_image_are_those_of_qemu() {
             for second_is_ours in [true, false] {
                 let seconds = if second_is_ours { &ours[..] } else { &qemus[..] };
                 for second in seconds.iter().copied() {
-                    // Both programs would write to the same overlay. The lock of the overlay would
-                    // then exclude one of them, and not the lock of the base image.
+                    // Both programs would write to the same overlay. Then the overlay's lock would
+                    // exclude the second program, and the lock of the base image would not be
+                    // tested.
                     if (first, second) == (Use::Base, Use::Base) {
                         continue;
                     }

@@ -252,7 +252,7 @@ fn each_completed_write_survives_a_kill() {
     let mut random = Random(21);
     let mut ended = std::collections::HashMap::new();
     for round in 0..6 {
-        // Checkpoint of an earlier process, which contains the identity of the file.
+        // Checkpoint of an earlier process. It contains the identity of the file.
         let kept = keep(&open(&path, ""));
         let mut command = Command::new(std::env::current_exe().unwrap());
         command

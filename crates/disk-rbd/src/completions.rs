@@ -1,4 +1,4 @@
-//! Completions of a queue's calls, and the orphans among these calls.
+//! Completions of a queue's librbd calls, and the orphans among these calls.
 
 use parking_lot::Mutex;
 use shadowbell_disk::{CompletionQueue, Orphan, Orphans};
@@ -22,7 +22,7 @@ pub(crate) struct CallResult {
 pub(crate) struct Completions {
     pub(crate) queue: CompletionQueue<CallResult>,
     disk: Arc<Orphans>,
-    /// Writes that were cancelled while librbd still executes their calls, by the id of the call.
+    /// Cancelled writes whose librbd calls are still in flight, by the id of the call.
     orphans: Mutex<HashMap<u64, Orphan>>,
 }
 
@@ -35,14 +35,14 @@ impl Completions {
     /// Adds the completion of a call. Ceph's threads call this.
     pub(crate) fn push(&self, result: CallResult) {
         let id = result.id;
-        // The completion is added before the check for an orphan. So if the call becomes an orphan
+        // The completion is added before the check for an orphan. If the call becomes an orphan
         // only after the check, the owner of the queue finds the completion and ends the orphan.
         self.queue.push(result);
         self.ended(id);
     }
 
-    /// Turns the call `id`, a write of this range, into an orphan. Returns false if the disk has
-    /// too many orphans.
+    /// Turns the librbd call `id`, a write of this range, into an orphan. Returns false if the disk
+    /// has too many orphans.
     pub(crate) fn adopt(&self, id: u64, offset: u64, len: u64) -> bool {
         let Some(orphan) = self.disk.adopt(offset, len) else { return false };
         self.orphans.lock().insert(id, orphan);

@@ -41,10 +41,10 @@ impl RbdDisk {
         Self::open_excluding(spec, &[], false)
     }
 
-    /// Recovers the disk of a dead process, which opened it by the same specification and stored
-    /// `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead process
-    /// can reach the image any more. Calls `wait` repeatedly until then, and while the cluster is
-    /// unreachable.
+    /// Recovers the disk of a dead process. That process opened it by the same specification, and
+    /// stored `state` as its [checkpoint](Disk::checkpoint). Returns when no request of the dead
+    /// process can reach the image any more. Calls `wait` repeatedly until then, and while the
+    /// cluster is unreachable.
     ///
     /// # Errors
     /// [`OpenError`] if the image has been replaced, or `wait` gives up.

@@ -1,8 +1,8 @@
 //! Exit of the process while images are open.
 //!
 //! A separate thread closes an image, because closing may wait for the cluster. At the exit of the
-//! process, the destructors of Ceph's libraries run while other threads are still active, and crash
-//! if one of these threads is closing an image. So the exit waits, with a limit, until images are
+//! process, the destructors of Ceph's libraries run while other threads are still active. They
+//! crash if another thread is closing an image. So the exit waits, with a limit, until images are
 //! closed. If images are still open afterwards, the process exits without running the destructors.
 
 use parking_lot::{Condvar, Mutex};

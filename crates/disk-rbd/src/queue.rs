@@ -19,7 +19,7 @@ const DATA: u64 = 4 << 20;
 const ZEROES: u64 = 64 << 20;
 
 struct Task {
-    /// Number of the task, which no other task of the queue has.
+    /// Number of the task, unique among the tasks of the queue.
     number: u64,
     request: Request,
     data: Segments,
@@ -202,8 +202,8 @@ impl RbdQueue {
             return;
         };
         let task = self.tasks.get_mut(key).filter(|task| task.number == number);
-        // If the call was cancelled, its task has ended. Then only the buffer of the call is
-        // released.
+        // If the request was cancelled, its task has ended. Then only the buffer of this librbd
+        // call is released.
         let Some(task) = task.filter(|task| task.in_flight != 0) else { return };
         task.in_flight -= 1;
         let full = &self.shared.opened.is_full;
@@ -251,8 +251,8 @@ impl RbdQueue {
         let mut released = 0;
         for id in task.calls.iter() {
             let Some(call) = self.subrequests.get_mut(&id) else { continue };
-            // A later write of the host must take effect after a write whose call was started, so
-            // the call becomes an orphan.
+            // The librbd call of a cancelled write continues. A later write of the host must take
+            // effect after it, so the call becomes an orphan.
             let offset = task.request.offset + call.at;
             let has_range = !reads && call.len != 0;
             if !has_range || self.completions.adopt(id, offset, call.len) {
@@ -389,9 +389,9 @@ impl Queue for RbdQueue {
         Some(self.completions.queue.as_fd())
     }
 
-    /// Returns true, because the call of a cancelled read may complete while no request is pending.
-    /// The queue is not reaped then, and a level-triggered descriptor would wake the thread again
-    /// and again.
+    /// Returns true, because the librbd call of a cancelled read may complete while no request is
+    /// pending. The queue is not reaped then, and a level-triggered descriptor would wake the
+    /// thread again and again.
     fn wakes_by_edges(&self) -> bool {
         true
     }

@@ -36,7 +36,7 @@ impl Drop for Opened {
     }
 }
 
-/// Open image with the properties of one version of the disk, which has a fixed size.
+/// Open image, with the properties of one version of the disk. A version has a fixed size.
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) opened: Arc<Opened>,

@@ -214,7 +214,8 @@ struct Running {
 
 /// Callback for a change of the image. One of Ceph's threads calls it.
 extern "C" fn changed(argument: *mut c_void) {
-    // SAFETY: `argument` is the flag of an image, which stays open until the watch is removed.
+    // SAFETY: `argument` is the flag of an image. The flag exists as long as the image is open, and
+    // the watch is removed before the image is closed.
     unsafe { &*argument.cast::<AtomicBool>() }.store(true, Ordering::Release);
     notify_resize();
 }
@@ -321,7 +322,7 @@ impl Image {
 
     /// Limits the number of Ceph's network threads to half of the CPUs, because replies that arrive
     /// at the same time would wake all of these threads. A number that the user has configured is
-    /// kept.
+    /// not changed.
     fn set_senders(&self) {
         let (name, usual) = SENDERS;
         let (option, mut value) = (c_text(name), [0; 16]);
@@ -443,7 +444,7 @@ impl Image {
     }
 
     /// Marks the image as being closed, before a separate thread drops it. The exit callback waits
-    /// for such images.
+    /// for marked images.
     pub(crate) fn closes(&mut self) {
         self.counted.closes();
     }

@@ -170,8 +170,8 @@ fn a_block_across_objects_has_no_compare_and_write() {
     assert!(!wide.queue().unwrap().compares_and_writes());
 }
 
-/// Two clients of the cluster increment a number in the same block: with an exclusive lock, which
-/// moves between them, and without one.
+/// Two clients of the cluster increment a number in the same block: with an exclusive lock that
+/// moves between the clients, and without a lock.
 #[test]
 fn two_clients_increment_the_same_block() {
     const PER_THREAD: u64 = 100;

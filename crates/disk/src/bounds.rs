@@ -23,9 +23,9 @@ impl DiskInfo {
 }
 
 impl Request {
-    /// Checks the request against the limits of its disk and against its buffer: the range lies
-    /// inside the disk on block boundaries, the disk is writable if the request writes, and the
-    /// buffer is long enough and has the right direction. The buffer may be longer than the
+    /// Checks the request against the limits of its disk and against its buffer. The range must lie
+    /// inside the disk on block boundaries. If the request writes, the disk must be writable. The
+    /// buffer must be long enough and have the right direction. The buffer may be longer than the
     /// request.
     ///
     /// # Errors

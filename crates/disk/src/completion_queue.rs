@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(taken, [1, 2, 3]);
     }
 
-    /// The list of the queue and that of the owner alternate, and both keep their capacity.
+    /// The queue and its owner exchange their lists, and both lists keep their capacity.
     #[test]
     fn batches_of_constant_size_do_not_allocate() {
         let queue = CompletionQueue::new().unwrap();

@@ -18,9 +18,9 @@ use std::{fmt, io};
 /// Reason why the recovery of a disk waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitReason<'a> {
-    /// I/O of the dead process may be in flight at the storage.
+    /// I/O of the dead process may still be in flight at the storage.
     InFlight,
-    /// The image is locked, by I/O of the dead process that is in flight or by another program.
+    /// The image is locked: by another program, or by I/O of the dead process that has not ended.
     Locked,
     /// The storage cannot be used at present. The text is the last error.
     Unavailable(&'a str),
@@ -142,9 +142,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     }
 
     /// Returns this disk with a capacity of `bytes`, or with the current size of its storage. The
-    /// new disk and this one share the storage and the lock; this disk is not changed. A writable
-    /// file grows if it is smaller than `bytes`. Default:
-    /// [`ResizeError::Impossible`].
+    /// new disk and this disk share the storage and the lock; this disk is not changed. A writable
+    /// file grows if it is smaller than `bytes`. Default: [`ResizeError::Impossible`].
     ///
     /// # Errors
     /// [`ResizeError`].
@@ -169,10 +168,10 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         Err(ResizeError::Opened { disk: self.name() })
     }
 
-    /// Serializes the disk for a checkpoint, from which the next process recovers the disk after a
-    /// crash of this one, even if requests are in flight. Adds the disk's descriptors to `fds`.
-    /// None of them may be the open file that requests use. That file must be closed when the last
-    /// request of the dead process ends, because its lock is the fence. Default:
+    /// Serializes the disk for a checkpoint. After a crash of this process, the next process
+    /// recovers the disk from it, even if requests are in flight. Adds the disk's descriptors to
+    /// `fds`. None of them may be the open file that requests use. That file must be closed when
+    /// the last request of the dead process ends, because its lock is the fence. Default:
     /// [`CheckpointError::Mortal`].
     ///
     /// # Errors
@@ -203,8 +202,8 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
     }
 
     /// Releases the lock on the image, so that the next process need not wait for the end of this
-    /// one. No request may be pending, and the disk must not be used afterwards. Default: the lock
-    /// is held until this process ends.
+    /// process. No request may be pending, and the disk must not be used afterwards. Default: the
+    /// lock is held until this process ends.
     fn release_lock(&self) {
         if let Some(inner) = self.inner() {
             inner.release_lock();
@@ -237,8 +236,8 @@ pub trait Queue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
 
     /// Starts a request like [`submit`](Self::submit) on a disk whose blocks have
-    /// [metadata](crate::DiskInfo::metadata). On such a disk, plain `submit` transfers no metadata
-    /// and checks none. Default: [`DiskError::Unsupported`].
+    /// [metadata](crate::DiskInfo::metadata). On a disk with metadata, plain `submit` transfers no
+    /// metadata and checks none. Default: [`DiskError::Unsupported`].
     fn submit_with_metadata(
         &mut self,
         tag: u32,
@@ -315,8 +314,8 @@ pub trait Queue {
     }
 
     /// Longest request without data (write zeroes, discard, verify) to submit at once, in bytes. A
-    /// disk that executes such a request inline blocks the thread meanwhile. The caller therefore
-    /// splits a longer request into pieces of this length, and does other work between them. At
+    /// disk that executes a request inline blocks the thread meanwhile. The caller therefore splits
+    /// a longer request into pieces of this length, and does other work between the pieces. At
     /// least one logical block. Default: no limit.
     fn longest_inline(&self) -> u64 {
         self.inner().map_or(u64::MAX, |inner| inner.longest_inline())
@@ -402,13 +401,13 @@ pub trait Queue {
     }
 
     /// True if the [wake descriptor](Self::wake_fd) has to be watched edge-triggered (`EPOLLET`).
-    /// Such a descriptor signals each event, but stays readable.
+    /// An edge-triggered descriptor signals each event, but stays readable.
     fn wakes_by_edges(&self) -> bool {
         self.inner().is_some_and(|inner| inner.wakes_by_edges())
     }
 
     /// True if other queues of the thread may have the same [wake descriptor](Self::wake_fd). The
-    /// descriptor stays open as long as one of these queues exists.
+    /// descriptor stays open as long as any queue with this descriptor exists.
     fn shares_wake_fd(&self) -> bool {
         self.inner().is_some_and(|inner| inner.shares_wake_fd())
     }

@@ -49,7 +49,7 @@ pub enum OpenError {
         /// Reason of the refusal.
         why: String,
     },
-    /// This user is not allowed to read the file.
+    /// File without read permission for the user of this process.
     #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
     Unreadable {
         /// Path of the file.
@@ -158,7 +158,8 @@ pub enum OpenError {
         /// Error of the operating system.
         source: io::Error,
     },
-    /// State from another process belongs to a different disk than this specification.
+    /// The serialized state of another process belongs to another disk than the given
+    /// specification.
     #[error("{disk} cannot be taken over: {why}")]
     NotThatDisk {
         /// Name of the disk.

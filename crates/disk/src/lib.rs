@@ -1,8 +1,8 @@
 //! Storage behind an NVMe namespace: the [`Disk`] and [`Queue`] traits, requests, and code that all
 //! disks share. The disks themselves are in other crates.
 //!
-//! A [`Disk`] is opened once and shared. Each I/O thread that serves a queue on the disk opens a
-//! [`Queue`] of its own, which only that thread uses. A queue works in batches: any number of calls
+//! A [`Disk`] is opened once and shared. Each I/O thread that accesses the disk opens a [`Queue`]
+//! of its own, and no other thread uses this queue. A queue works in batches: any number of calls
 //! of [`submit`](Queue::submit), one call of [`commit`](Queue::commit), then calls of
 //! [`reap`](Queue::reap) for the completions. Between batches, the thread can wait on a file
 //! descriptor. Disks in memory complete requests inline in `submit`, without `commit` and `reap`.
@@ -10,7 +10,8 @@
 //! * [`CompletionQueue`] is for disks whose requests end on other threads;
 //! * [`Tasks`] is a table of requests for disks that execute a request in several calls;
 //! * [`DiskOptions`] are the options of a disk specification;
-//! * [`Orphans`] are writes in flight that were cancelled, for disks that release such writes;
+//! * [`Orphans`] are cancelled writes that are still in flight, for disks that release writes
+//!   before their end;
 //! * [`Metadata`] and [`Zones`] belong to disks with metadata and to zoned disks.
 #![forbid(unsafe_code)]
 

@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::Waker;
 
-/// Maximum number of orphans of a disk. If there are so many, a further cancelled write stays with
-/// its submitter. An NBD disk with four connections never has more requests in flight.
+/// Maximum number of orphans of a disk. At the maximum, a further cancelled write stays with its
+/// submitter. An NBD disk with four connections never has more requests in flight than this.
 const MAX: usize = 1024;
 
 /// Byte range of an orphan.

@@ -125,7 +125,7 @@ pub enum DiskError {
     #[error("the disk does not support the operation")]
     Unsupported,
     /// The request was cancelled. A cancelled write may still be in flight at the storage, as an
-    /// [orphan](crate::Orphans). If it is not, the storage does not execute it any more.
+    /// [orphan](crate::Orphans). A cancelled write that is no orphan is not executed any more.
     #[error("the request was cancelled")]
     Cancelled,
     /// NVMe status with which the device below failed the request: the fifteen bits of a completion

@@ -59,7 +59,7 @@ const BLOCKED: u32 = 2;
 
 /// Table of the requests of a [`Queue`](crate::Queue), each with a small number as its key. A
 /// request is in at most one of three lists: the waiting list, in which the order matters; the list
-/// of requests that are blocked by [orphans](crate::Orphans); and the list of ended requests, which
+/// of requests that are blocked by [orphans](crate::Orphans); and the list of ended requests that
 /// the caller has not taken yet.
 ///
 /// All operations except `keys` and `unblock_all` take constant time.

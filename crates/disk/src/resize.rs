@@ -94,8 +94,8 @@ static RESIZES: Mutex<u64> = Mutex::new(0);
 static CHANGED: Condvar = Condvar::new();
 
 /// Wakes all threads in [`SizeChanges::wait`]. Called if a disk may have a new size, if the
-/// [stopped](crate::Disk::stopped) state of a disk may have changed, or if one of these threads has
-/// to end.
+/// [stopped](crate::Disk::stopped) state of a disk may have changed, or if a waiting thread has to
+/// end.
 pub fn notify_resize() {
     *RESIZES.lock() += 1;
     CHANGED.notify_all();

@@ -168,7 +168,7 @@ pub struct ZoneReport {
     pub from: u64,
     /// Zone state to report; `None` for all.
     pub which: Option<ZoneState>,
-    /// True for a partial report, in which the number of zones counts only the reported zones.
+    /// True for a partial report: its number of zones counts only the reported zones.
     pub partial: bool,
     /// True for an extended report, with Zone Descriptor Extensions.
     pub extended: bool,

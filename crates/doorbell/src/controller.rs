@@ -301,9 +301,9 @@ macro_rules! doorbell {
             }
 
             /// Drops the cells of the shadow entry and of EventIdx. Call this as the first step of
-            /// a Controller Level Reset, and when the host has unmapped their pages. The state of
-            /// the entry is kept. If the entry is the source of the value, the value does not
-            /// change until [`reattach`](Self::reattach).
+            /// a Controller Level Reset, and when the host has unmapped their pages. The doorbell
+            /// still records whether the entry is the source of the value. If it is, the value does
+            /// not change until [`reattach`](Self::reattach).
             #[inline]
             pub fn disable(&mut self) {
                 self.doorbell.shadow = None;

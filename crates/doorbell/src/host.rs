@@ -6,10 +6,10 @@ use crate::{Cell, Fence, FullFence, HostStats, RingSize};
 
 /// Condition under which a host's update needs an MMIO write of the doorbell register.
 ///
-/// Existing hosts use one of these conditions, and the controller end is correct for both. All
+/// Existing hosts use one of the two conditions, and the controller end is correct for both. All
 /// arithmetic is 16 bits wide, independent of the ring size. For an EventIdx inside of the ring,
 /// the width makes no difference, because the interval wraps where the ring wraps. For an EventIdx
-/// outside of the ring, the host rings once per turn.
+/// outside of the ring, the condition holds once per turn; [`HostDoorbell`] ignores it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Predicate {
     /// Condition of Linux, and of the host end of this crate: ring if the update passes EventIdx,
@@ -44,8 +44,8 @@ impl Predicate {
 /// the MMIO write is omitted if EventIdx does not request it.
 ///
 /// An EventIdx that is not a position of the ring requests no MMIO write, because the condition of
-/// NVMe Base 2.2, B.5.1 is never met for it. Polling controllers such as SPDK's store such a value,
-/// and handle a doorbell write on a slow path.
+/// NVMe Base 2.2, B.5.1 is never met for it. Polling controllers such as SPDK's store a value
+/// outside of the ring, and handle a doorbell write on a slow path.
 ///
 /// [`attach_shadow`]: Self::attach_shadow
 /// [`enable_shadow`]: Self::enable_shadow
@@ -181,7 +181,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// Publishes `new` and defers the check of EventIdx to
-    /// [`needs_notification`](Self::needs_notification), which must be called before the caller
+    /// [`needs_notification`](Self::needs_notification). The caller must call that method before it
     /// waits for the controller or stops submitting. Returns true if the register has to be written
     /// now, for an earlier update or because there is no trusted shadow entry.
     ///
@@ -203,7 +203,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// True if the register has to be written for a [published](Self::publish_deferred) value.
-    /// False if there is no such value, or if it was checked before.
+    /// False if no value was published, or if it was checked before.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this is true"]
     pub fn needs_notification(&mut self) -> bool {

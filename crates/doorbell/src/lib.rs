@@ -1,10 +1,10 @@
 //! The NVMe shadow doorbell protocol (Doorbell Buffer Config), both ends, model-checked.
 //!
 //! A host notifies an NVMe controller of submitted commands, or of consumed completions, by writing
-//! a position to a *doorbell register*. If the controller is emulated, that write traps. The trap
-//! costs an exit from the host's virtual machine for each command, which is most of the cost of an
-//! emulated disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host
-//! gives the controller two pages of its memory, with an entry per doorbell in each:
+//! a position to a *doorbell register*. If the controller is emulated, that write traps. For each
+//! command, the trap costs an exit from the host's virtual machine: most of the cost of an emulated
+//! disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host gives the
+//! controller two pages of its memory, with an entry per doorbell in each:
 //!
 //! ```text
 //!             host                    memory                     controller
@@ -87,7 +87,7 @@
 //! **One source per doorbell.** Linux and SPDK do not shadow the admin queue, contrary to the
 //! specification; other hosts do, and commands may be in flight when the buffers are enabled. So
 //! the register is the source of the value until the controller reads a shadow entry that has
-//! *departed* from its initial value, which is that of the snapshot. From then on the entry is the
+//! *departed* from its initial value (the value in the snapshot). From then on the entry is the
 //! source for the lifetime of the queue, and a register write is only a wakeup. The host cannot
 //! return to the initial value unnoticed: it would have to submit a whole turn of the ring, for
 //! which the controller must fetch entries and so read the doorbell. For the same reason, the
@@ -100,7 +100,7 @@
 //! register is out of date at that time, because the host writes it only on request.
 //!
 //! **Never write the shadow entry.** A controller could copy every trapped value to the entry, to
-//! have a single source. But doorbell writes can be posted writes. When such a write arrives, the
+//! have a single source. But doorbell writes can be posted writes. When a posted write arrives, the
 //! entry may be two updates ahead: the copy would move the tail backwards and lose the updates in
 //! between.
 //!
@@ -125,9 +125,9 @@
 //! ([`disable`](SqTail::disable)) is the first step of a reset.
 //!
 //! **The host keeps its own old value.** Linux and SPDK read the old value from the shadow entry,
-//! to which the controller can write. [`HostDoorbell`] stores the old value itself. While Doorbell
-//! Buffer Config is in flight, it also writes every update to both the entry and the register, so
-//! that the controller never reads a stale source.
+//! although the controller can write to this entry. [`HostDoorbell`] stores the old value itself.
+//! While Doorbell Buffer Config is in flight, it also writes every update to both the entry and the
+//! register, so that the controller never reads a stale source.
 //!
 //! # The cost
 //!
@@ -155,7 +155,8 @@
 //!   old value from the entry and so detects no change), the controller sees the update together
 //!   with the next one. This state cannot occur if the host sets the entries first, as
 //!   [`HostDoorbell::attach_shadow`] does, or enables the buffers before it creates queues, as
-//!   Linux and SPDK do. The same holds for a second Doorbell Buffer Config with such entries.
+//!   Linux and SPDK do. The same holds for a second Doorbell Buffer Config whose entries differ
+//!   from the current doorbell values.
 //! - A submission queue's tail that overtakes its head, or that is set to zero while the queue
 //!   exists, cannot be distinguished from a full queue of commands. A completion queue's head past
 //!   the posted entries is detected and refused.

@@ -75,8 +75,7 @@ impl<C: Cell, F> Drop for Declared<'_, C, F> {
     }
 }
 
-/// First phase of a round, which is an attempt to sleep: arms every source that has to wake the
-/// sleeper.
+/// First phase of a round (an attempt to sleep): arms every source that has to wake the sleeper.
 #[derive(Debug)]
 #[must_use = "arm every doorbell, then execute the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {
@@ -127,7 +126,7 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
     /// Returns the permit to block, or `None` if there is work to do first.
     ///
     /// A doorbell that was armed and not rechecked counts as work. So a forgotten recheck keeps the
-    /// thread awake, which is noticed at once, and does not cause a rare lost wakeup.
+    /// thread awake. This is noticed at once, in contrast to a rare lost wakeup.
     #[inline]
     #[must_use = "without the permit there is work to do"]
     pub fn try_sleep(self) -> Option<Asleep<'a, C, F>> {
@@ -146,7 +145,7 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
 ///
 /// The caller blocks until its [`Waker`]s signal, with a timeout or other sources if desired. After
 /// the drop, the caller polls all sources as if all had changed. A signal must stay pending until a
-/// wait consumes it, like that of an eventfd. No signal may be consumed between
+/// wait consumes it, like the signal of an eventfd. No signal may be consumed between
 /// [`Sleeper::prepare`] and the permit. Otherwise a waker could rely on the signal of another waker
 /// although the thread has consumed that signal.
 #[derive(Debug)]
@@ -157,8 +156,8 @@ pub struct Asleep<'a, C: Cell, F = FullFence> {
 
 impl<C: Cell, F> Asleep<'_, C, F> {
     /// Keeps the sleeper asleep after this call, until [`Sleeper::rise`]. Used if the sleeper is
-    /// not a thread, but one of the objects that a thread serves. The thread ignores such an object
-    /// until one of its doorbells is written.
+    /// not a thread, but an object that a thread serves. The thread ignores this object until one
+    /// of the object's doorbells is written.
     ///
     /// The wakers' signal identifies the object to the thread. The signal may come from a kick
     /// before the last `rise`, so the thread has to check the object even if it is not asleep.

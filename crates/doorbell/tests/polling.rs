@@ -99,8 +99,8 @@ fn a_busy_queue_rings_never() {
     }
 }
 
-/// EventIdx is stored at most once per eighth of the ring: each store takes the cache line from the
-/// host, which reads it.
+/// EventIdx is stored at most once per eighth of the ring, because the host reads EventIdx, and
+/// each store takes the cache line from the host.
 #[test]
 fn event_idx_is_stored_rarely() {
     for entries in SIZES {

@@ -34,11 +34,11 @@ fn at_next_fence(peer: impl FnMut() + 'static) {
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// The host submits this number of entries, if there is room.
+    /// The host submits the given number of entries, or as many as the ring has room for.
     Submit(u32),
     /// The controller polls.
     Poll,
-    /// This number of fetched commands complete, if there are as many.
+    /// The given number of fetched commands complete, or all of them if there are fewer.
     Complete(u32),
     /// The controller goes to sleep, if it is idle.
     Sleep,
@@ -98,8 +98,8 @@ impl Host {
     }
 }
 
-/// Executes the example in the documentation of the crate, which is only compiled there, because
-/// loom would need a model around it.
+/// Executes the example of the crate's documentation. As a documentation test, the example is only
+/// compiled, because loom would need a model around it.
 #[test]
 fn the_documentation_example_works() {
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();

@@ -32,7 +32,7 @@ pub(crate) struct Attached {
 /// Attaches to the controller; retries once if the controller reports a fatal status.
 ///
 /// The first DMA of the controller can hit a stale IOMMU translation of the previous driver, right
-/// after the device has changed owners. A controller reset removes such leftovers.
+/// after the device has changed owners. A controller reset removes stale translations.
 pub(crate) fn attach(
     transport: Arc<dyn Transport>,
     options: &AttachOptions,
@@ -42,7 +42,7 @@ pub(crate) fn attach(
         Err(AttemptError { error, fatal: true }) => {
             tracing::warn!("{error}; resetting it and trying once more");
             // The second attempt is made even if the transport cannot reset the function: each
-            // attempt begins by disabling the controller, which is a controller reset as well.
+            // attempt begins by disabling the controller, and that is a controller reset as well.
             if let Err(error) = transport.reset() {
                 tracing::debug!("{error}");
             }

@@ -213,8 +213,8 @@ impl Command {
         self
     }
 
-    /// Sets the number of transferred bytes, which the caller keeps below [`MAX_BYTES`]. The marks
-    /// of the tag dwords in the two highest bits are retained.
+    /// Sets the number of transferred bytes. The caller ensures that it is below [`MAX_BYTES`]. The
+    /// marks of the tag dwords in the two highest bits are retained.
     pub(crate) const fn set_transfer(&mut self, bytes: u32) {
         self.transfer = self.transfer & !BYTES | bytes & BYTES;
     }

@@ -139,8 +139,8 @@ pub(crate) fn request_events(
 /// Configures a controller after a reset, except for its I/O queues.
 ///
 /// # Errors
-/// The reason, if the transport now leads to another controller, or the controller grants or
-/// supports less than before.
+/// A reason: the transport now leads to another controller, or the controller grants or supports
+/// less than before.
 pub(crate) fn reconfigure(admin: &AdminPlane, info: &ControllerInfo) -> Result<(), String> {
     let why = |error: CommandError| error.to_string();
     let identity = identify_controller(admin).map_err(why)?;

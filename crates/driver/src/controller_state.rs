@@ -79,8 +79,8 @@ impl ControllerState {
         Self { epoch, generation, failure: OnceLock::new() }
     }
 
-    /// The epoch word, which changes when the state changes or a timeout tick passes. The call
-    /// costs one load from a cache line that is written a few times per second at most.
+    /// The epoch word. It changes when the state changes or a timeout tick passes. The call costs
+    /// one load from a cache line that is written a few times per second at most.
     #[inline]
     pub(crate) fn epoch(&self) -> u32 {
         self.epoch.load(Ordering::Relaxed)

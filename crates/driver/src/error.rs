@@ -223,7 +223,7 @@ pub struct Refused {
     pub buffer: Option<Buffer>,
 }
 
-/// Invalid request, for which no command can be created.
+/// Invalid request: no command can be created for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RequestError {
@@ -317,8 +317,7 @@ pub struct IoError {
     /// Cause of the failure.
     pub kind: IoErrorKind,
     /// The buffer of the command. `None` if the command had no buffer, or if the device may still
-    /// use the buffer. In the latter case, the queue keeps the buffer until the device no longer
-    /// uses it.
+    /// use the buffer. A buffer in use stays with the queue until the device no longer uses it.
     pub buffer: Option<Buffer>,
 }
 
@@ -395,7 +394,7 @@ pub enum DetachError {
         why: String,
     },
     /// The controller could not be disabled. Memory that was shared with it is leaked until the
-    /// process ends, because the controller may still write there.
+    /// process ends, because the controller may still write to this memory.
     #[error(
         "{device} could not be disabled ({why}); the memory that was shared with it is kept; \
          reset the device before it is used again"

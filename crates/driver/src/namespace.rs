@@ -316,8 +316,8 @@ impl Namespace {
     /// Limits of one Copy command; `None` if the controller or this format does not support Copy.
     #[must_use]
     pub fn copy_limits(&self) -> Option<CopyLimits> {
-        // Blocks with 64-bit guards need source range entries of another format, which the driver
-        // does not support.
+        // Blocks with 64-bit guards need source range entries of another format, and the driver
+        // does not support this format.
         let is_narrow = |metadata: BlockMetadata| metadata.guard() == GuardKind::Crc16;
         let is_plain = self.unusable.is_none() && self.metadata.is_none_or(is_narrow);
         self.copies.filter(|_| is_plain)

@@ -66,8 +66,8 @@ fn wait_for_one(queue: &mut QueuePair) {
     wait::until("a completion", || queue.wait(Some(wait::deadline())).unwrap());
 }
 
-/// Creates the bytes of a block, which contain its number and its version. Version 0 means that the
-/// block was never written.
+/// Creates the content of a block from its number and its version. Version 0 means that the block
+/// was never written.
 fn fill(block: u64, version: u64) -> Vec<u8> {
     if version == 0 {
         return vec![0; 512];

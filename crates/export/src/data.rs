@@ -12,8 +12,8 @@ use shadowbell_block::{BlockQueue, Buffer, BufferPool};
 /// Shared buffers of a client: size in bytes and number for each size. The buffers of a size are
 /// allocated when one is first needed.
 const SIZES: [(usize, usize); 3] = [(4 << 10, 128), (64 << 10, 32), (256 << 10, 8)];
-/// Size in bytes of the largest ordinary buffer that is kept for later requests. `MAX_KEPT_BYTES`
-/// limits the sum of all kept buffers.
+/// Size in bytes of the largest ordinary buffer that is reused by later requests. `MAX_KEPT_BYTES`
+/// limits the sum of all unused buffers.
 const MAX_KEPT_BUFFER: usize = 256 << 10;
 const MAX_KEPT_BYTES: usize = 4 << 20;
 
@@ -82,7 +82,7 @@ enum Pool {
 /// Memory of a client for the data of its requests.
 pub(crate) struct DataMemory {
     pools: [Pool; SIZES.len()],
-    /// Ordinary buffers that are kept for later requests. `pooled` is their total capacity.
+    /// Unused ordinary buffers, for later requests. `pooled` is their total capacity.
     spare: Vec<Vec<u8>>,
     pooled: usize,
 }
@@ -122,7 +122,7 @@ impl DataMemory {
         }
     }
 
-    /// Takes a buffer back. Ordinary memory is kept for later requests, up to `MAX_KEPT_BYTES`.
+    /// Takes a buffer back. Ordinary buffers are stored for later requests, up to `MAX_KEPT_BYTES`.
     pub(crate) fn give_back(&mut self, data: Data) {
         // The drop of a shared buffer returns it to its pool.
         let Data::Own(bytes) = data else { return };

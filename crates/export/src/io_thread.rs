@@ -86,8 +86,8 @@ fn timespec(time: Duration) -> Timespec {
 }
 
 impl<F: Future> IoThread<F> {
-    /// Creates the event loop for at most `slots` requests in flight. `event` ends the sleep of the
-    /// thread.
+    /// Creates the event loop for at most `slots` requests in flight. A signal to `event` ends the
+    /// sleep of the thread.
     pub(crate) fn new(slots: usize, event: EventFd) -> io::Result<Self> {
         let tasks = Tasks::new(slots, event);
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;

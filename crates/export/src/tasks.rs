@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// List of woken slots, which the thread and the wakers share.
+/// List of woken slots, shared by the thread and the wakers.
 struct ReadyList {
     state: Mutex<ReadyState>,
     /// True if the list is not empty. The thread reads it without the lock.
@@ -165,7 +165,7 @@ impl<F: Future> Tasks<F> {
     }
 
     /// Prepares a sleep on [`event`](Self::event). Returns true if the thread may sleep. Then the
-    /// next future that is woken signals the event.
+    /// next wakeup of a future signals that event.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         let mut state = self.ready.state.lock();
         state.sleeping = state.list.is_empty();

@@ -97,8 +97,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     std::process::exit(0);
 }
 
-/// Writes the whole disk before reads are measured. Metadata of blocks that were never written are
-/// not checked, and their data are one page of zeroes, which stays in the CPU caches.
+/// Writes the whole disk before reads are measured. For blocks that were never written, metadata
+/// are not checked, and all data come from one page of zeroes that stays in the CPU caches.
 fn fill(disk: &dyn Disk) -> Result<(), Box<dyn Error>> {
     let (mut queue, bytes) = (disk.queue()?, disk.info().bytes());
     let memory = Mapping::anonymous(FILL)?.bytes();

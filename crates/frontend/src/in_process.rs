@@ -77,7 +77,7 @@ impl InProcess {
         Ok(Self::new(Controller::new(config, pool, carrier)?, name))
     }
 
-    /// Wraps `controller`, to which no other transport or front end may be connected.
+    /// Wraps `controller`. No other transport or front end may be connected to the controller.
     #[must_use]
     pub fn new(controller: Controller, name: String) -> Self {
         Self { controller, name }

@@ -201,7 +201,7 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
             assert_eq!(event.drain(), 1);
         }
     }
-    // The client can unmap the ranges as before the replacement.
+    // The client can still unmap the ranges that it mapped before the replacement.
     assert!(client.dma_map(&share(PAGE, 2 * PAGE, other.fd(), 0)).is_err(), "the map overlaps");
     for iova in [2 * PAGE, 2 << 30, 3 << 30] {
         let len = if iova == 2 << 30 { 2 * PAGE } else { PAGE };

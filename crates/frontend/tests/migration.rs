@@ -201,7 +201,7 @@ fn a_state_of_another_controller_is_refused() {
 }
 
 /// Replaces each number, list and text of a migration state, one after the other. The server
-/// refuses such a state, or the state affects only the controller of the client that sent it.
+/// refuses a corrupted state, or the state affects only the controller of the client that sent it.
 #[test]
 fn corrupt_migration_states_do_no_harm() {
     let disk = disk();

@@ -16,8 +16,8 @@ thread_local! {
 
 /// Runs `f` and turns a panic into an error.
 ///
-/// For library code that parses untrusted data, in which a panic is an ordinary error. The values
-/// that `f` has modified must not be used after a panic.
+/// For library code that parses untrusted data: a panic in this code is an ordinary error. The
+/// values that `f` has modified must not be used after a panic.
 ///
 /// A panic hook that ends the process has to check [`is_panic_contained`] first.
 ///

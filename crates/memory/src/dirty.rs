@@ -129,8 +129,9 @@ impl Pages {
         }
     }
 
-    /// Removes the pages from `first` to `last`, and calls `each` with every one of them. Returns
-    /// false if the set holds all pages. No page can be removed from such a set.
+    /// Removes the pages from `first` to `last`, and calls `each` with the number of each removed
+    /// page. Returns false if the set is in the state "all pages": no page can be removed in this
+    /// state.
     fn take(&mut self, first: u64, last: u64, mut each: impl FnMut(u64)) -> bool {
         let numbers: Vec<u64> =
             self.chunks.range(first / CHUNK..=last / CHUNK).map(|(number, _)| *number).collect();

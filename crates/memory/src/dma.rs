@@ -67,7 +67,7 @@ impl DmaTable {
         self.chunks.is_empty()
     }
 
-    /// True if the page tables of the maps could exceed the limit. Threads that touch such memory
+    /// True if the page tables of the maps could exceed the limit. Threads that touch this memory
     /// have to count the touched places: see [`page_tables`].
     #[must_use]
     pub fn is_sparse(&self) -> bool {
@@ -493,8 +493,8 @@ impl View {
         self.translate_slow(iova, len, write)
     }
 
-    /// Slow path of [`translate`](Self::translate), for a map other than that of the last lookup,
-    /// and for a write that is logged.
+    /// Slow path of [`translate`](Self::translate), for addresses outside the map of the last
+    /// lookup, and for writes that are logged.
     fn translate_slow(
         &self,
         iova: u64,
@@ -533,8 +533,8 @@ impl View {
         while done < into.len() {
             let at = iova.checked_add(done as u64).ok_or(Fault { iova, write: false })?;
             let (ptr, n) = self.translate(at, into.len() - done, false)?;
-            // SAFETY: `translate` guarantees `n` mapped bytes. The destination is a Rust slice,
-            // with which no mapping overlaps.
+            // SAFETY: `translate` guarantees `n` mapped bytes. The destination is a Rust slice, and
+            // no mapping overlaps it.
             unsafe {
                 std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
             }

@@ -12,8 +12,8 @@ use std::sync::Arc;
 /// Event file descriptor: [`signal`](Self::signal) wakes the threads that poll it.
 ///
 /// Neither a signal nor a drain ever blocks. A peer that shares the open file can clear
-/// `O_NONBLOCK` at any moment, because that flag belongs to the open file. Signals and drains of
-/// such a descriptor do not depend on the flag.
+/// `O_NONBLOCK` at any moment, because that flag belongs to the open file. Signals and drains of a
+/// shared eventfd do not depend on the flag.
 #[derive(Debug)]
 pub struct EventFd(Fd);
 
@@ -44,10 +44,10 @@ impl EventFd {
 
     /// Takes an untrusted eventfd that a peer sent.
     ///
-    /// An ordinary write to such a descriptor could block forever (a blocking descriptor with a
-    /// full count), so the kernel signals it by io_uring or AIO, which cannot block. If the kernel
-    /// supports or allows neither, the signal is a write to the descriptor. In that case this
-    /// function makes the descriptor non-blocking, which a malicious peer can revert.
+    /// An ordinary write to an untrusted eventfd could block forever (if it is blocking and its
+    /// count is full). So the kernel signals it through io_uring or AIO: these cannot block. If the
+    /// kernel supports or allows neither, the signal is a write to the descriptor. In that case
+    /// this function makes the descriptor non-blocking, but a malicious peer can revert that.
     ///
     /// A signal wakes all waiters, and a peer may have a million waiters. The cost of the wakeups
     /// is accounted to `signals` of that peer: see [`Signals`].
@@ -174,7 +174,8 @@ const NOWHERE: u64 = u64::MAX;
 #[derive(Debug)]
 pub struct Edges {
     epoll: OwnedFd,
-    /// The descriptor is kept open, because epoll drops a descriptor that is closed.
+    /// Descriptor for the peer's disconnection. It stays open, because epoll drops a descriptor
+    /// that is closed.
     _hang_up: Option<OwnedFd>,
 }
 

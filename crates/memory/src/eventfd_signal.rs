@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-/// Duration that no signal to an honest peer exceeds.
+/// Upper bound for the duration of a signal to an honest peer.
 const EXPENSIVE: Duration = Duration::from_micros(300);
 
 /// Number of signals whose processor time is measured after a signal that took longer than
@@ -213,8 +213,8 @@ mod tests {
     use shadowbell_testing::wait::LIMIT;
     use std::os::fd::OwnedFd;
 
-    /// The thread loses no signal of an expensive peer, and does not send the signals of other
-    /// peers.
+    /// The thread `signals` sends the signals to an expensive peer, loses none of them, and does
+    /// not send the signals to other peers.
     #[test]
     fn a_peer_whose_signals_take_long_is_signalled_by_another_thread() {
         let (dear, cheap) = (Signals::default(), Signals::default());
@@ -247,7 +247,8 @@ mod tests {
         assert!(of_dear.wait(Some(LIMIT)).unwrap());
     }
 
-    /// Waiting costs the peer nothing, but a signal to it has to wake all waiters.
+    /// Signals to an eventfd with many waiters become expensive. The waiters are epoll entries,
+    /// which cost the peer nothing, but each signal has to notify all of them.
     #[test]
     fn many_waiters_on_an_eventfd_are_detected() {
         const EPOLLS: usize = 100;

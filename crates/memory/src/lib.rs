@@ -2,7 +2,7 @@
 //!
 //! A controller works on memory that it does not own: the guest's queues, its PRP lists, its data
 //! pages. The guest, the VMM or another program may change every byte at any moment, unmap it, or
-//! truncate the file behind it. This crate makes such memory safe to use:
+//! truncate the file behind it. This crate makes that memory safe to use:
 //!
 //! * [`Mapping`] is one `mmap`, kept alive by every object that can still access it;
 //! * [`SharedBytes`] is a bounds-checked window into a mapping (each read is a single copy);

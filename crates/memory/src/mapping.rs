@@ -116,7 +116,7 @@ unsafe impl Send for Region {}
 
 impl Mapping {
     /// Maps `len` bytes of the file `fd` from `offset` (a multiple of the page size), shared with
-    /// the other users of the file. The descriptor is not kept.
+    /// the other users of the file. The mapping does not hold the descriptor.
     ///
     /// If the file is shorter than the range or is truncated later, an access to the missing part
     /// does not kill the process: see [`sigbus`] and [`Mapping::is_poisoned`].
@@ -280,8 +280,8 @@ impl Mapping {
         Self::adopt(ptr, size, Protection::ReadWrite, None, 0, None)
     }
 
-    /// Takes ownership of a mapped range. `peers` is the page size if a peer can remove pages of
-    /// the memory: such memory is guarded against SIGBUS. `None` for other memory.
+    /// Takes ownership of a mapped range. If a peer can remove pages of the memory, `peers` is the
+    /// page size, and the memory is guarded against SIGBUS. Otherwise it is `None`.
     fn adopt(
         ptr: rustix::io::Result<*mut core::ffi::c_void>,
         len: usize,
@@ -310,8 +310,8 @@ impl Mapping {
         self.len
     }
 
-    /// Bytes of address space that the mapping occupies: whole pages of the file, which may be huge
-    /// pages.
+    /// Bytes of address space that the mapping occupies. A mapping consists of whole pages of its
+    /// file, possibly huge pages.
     #[must_use]
     pub fn reserved(&self) -> usize {
         self.region.as_ref().map_or(0, |region| region.reserved)
@@ -396,7 +396,7 @@ impl Mapping {
     }
 
     /// Frees the page tables of a shared file. The memory keeps its content. A thread that accesses
-    /// the memory during the call waits for a short time.
+    /// the memory meanwhile waits for a short time.
     pub(crate) fn drop_page_tables(&self) {
         let Some(region) = &self.region else { return };
         // Huge pages need few page tables. In poisoned memory, lost pages were replaced by zeroes,
@@ -462,8 +462,8 @@ impl Region {
         let (mut start, mut piece) = (0, least);
         while start < self.reserved {
             let (len, began) = (piece.min(self.reserved - start), Instant::now());
-            // SAFETY: the range lies inside this mapping; the pages belong to the file and stay
-            // there.
+            // SAFETY: the range lies inside this mapping. The pages belong to the file, so their
+            // contents remain in the file.
             let _ = unsafe {
                 let at = self.ptr.as_ptr().add(start).cast();
                 rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontNeed)
@@ -578,7 +578,7 @@ mod tests {
         let past_the_end = rustix::io::pwrite(fd, b"x", 8192);
         assert_eq!(past_the_end, Err(Errno::PERM));
         assert_eq!(fcntl_add_seals(fd, SealFlags::FUTURE_WRITE), Err(Errno::PERM));
-        // The memory of a disk itself, which is never passed to a peer, can grow.
+        // The memory of a memory disk can grow, because it is never passed to a peer.
         let growable = Mapping::growable("test", 8192).unwrap();
         let fd = growable.fd().unwrap();
         assert_eq!((ftruncate(fd, 4096), ftruncate(fd, 12288)), (Err(Errno::PERM), Ok(())));

@@ -139,8 +139,9 @@ impl Awake {
     #[must_use]
     pub fn new() -> Self {
         AWAKE.fetch_add(1, SeqCst);
-        // Both threads first store and then load, so at least one of them sees the other's store.
-        // Either this thread wakes the checking thread, or the checking thread does not sleep.
+        // This thread and the checking thread first store and then load, so at least one of them
+        // sees the other's store. Either this thread wakes the checking thread, or the checking
+        // thread does not sleep.
         if CHECKER_WAITS.load(SeqCst) {
             let _gate = GATE.0.lock();
             GATE.1.notify_all();
@@ -255,7 +256,7 @@ fn run() {
 }
 
 /// Frees page tables if there are more than the allocated memory needs. Returns the size of the
-/// page tables that remain: those of allocated memory, and those of memory that does not belong to
+/// remaining page tables: page tables of allocated memory, and of memory that does not belong to
 /// peers.
 fn trim(now: u64) -> u64 {
     let mappings: Vec<_> = REGISTRY.lock().mappings.iter().filter_map(Weak::upgrade).collect();
@@ -326,8 +327,8 @@ mod tests {
         });
     }
 
-    /// If a thread waits for its checks, the page tables exceed the limit at most by those of the
-    /// touches between two checks, however slow the checking thread is.
+    /// If a thread waits for the checks that it requests, the page tables exceed the limit at most
+    /// by the page tables of the touches between two checks, however slow the checking thread is.
     #[test]
     fn page_tables_are_bounded_if_callers_wait_for_the_check() {
         let _serial = SERIAL.lock();

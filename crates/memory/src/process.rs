@@ -33,7 +33,7 @@ pub fn take_inherited(number: RawFd) -> Option<OwnedFd> {
 }
 
 /// Replaces this process by another program, with the same environment (`execv`). Returns only if
-/// the call fails, and then nothing has changed. The new program inherits ignored and blocked
+/// `execv` fails, and then nothing has changed. The new program inherits ignored and blocked
 /// signals.
 ///
 /// # Errors

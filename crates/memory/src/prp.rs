@@ -4,7 +4,8 @@ use crate::dma::View;
 use crate::error::DataPointerError;
 use crate::segments::Segments;
 
-/// PRP list entries per read: 512 bytes, copied before they are validated.
+/// Number of PRP list entries that are copied by one read of guest memory (512 bytes). The copy is
+/// validated.
 const CHUNK: usize = 64;
 
 impl View {
@@ -12,8 +13,8 @@ impl View {
     ///
     /// `page` is the host's memory page size (CC.MPS), a power of two of at least 4096. `write` is
     /// true if the device writes the data (a Read command). Only the entries that `len` needs are
-    /// read, and each is read once. So a list that the host changes during the call, or that points
-    /// to itself, costs no more than any list of this length.
+    /// read, and each is read once. So a list that the host changes meanwhile, or that points to
+    /// itself, costs no more than any other list for `len` bytes.
     ///
     /// # Errors
     /// [`DataPointerError`]; `into` is empty then.

@@ -242,8 +242,8 @@ mod tests {
     #[test]
     fn a_map_that_puts_entries_at_odd_addresses_is_a_fault() {
         // A peer chooses the IOVA and the offset of the mapped memory. So a queue that is aligned
-        // in IOVAs may be misaligned in this process. Such a queue is refused, because its words
-        // are stored as atomics.
+        // in IOVAs may be misaligned in this process. A misaligned queue is refused, because its
+        // words are stored as atomics.
         let mut space = DmaSpace::default();
         let memory = Mapping::anonymous(8192).unwrap().bytes();
         space.map(0x1001, 8191, &memory).unwrap();

@@ -365,8 +365,8 @@ impl Segments {
         outcome
     }
 
-    /// Appends the data of `other`. Returns `None` and changes nothing if the two differ in view or
-    /// direction.
+    /// Appends the data of `other`. Returns `None` and changes nothing if `self` and `other` have
+    /// different views or directions.
     #[must_use]
     pub fn append(&mut self, other: &Self) -> Option<()> {
         let is_same = match (&self.owner, &other.owner) {
@@ -447,8 +447,8 @@ impl Segments {
         let mut done = 0;
         self.for_range(offset, into.len(), |ptr, n| {
             // SAFETY: the piece is readable, and `self.owner` keeps it mapped. The destination is a
-            // Rust slice, with which no mapping overlaps, and the pieces of `for_range` have its
-            // length together.
+            // Rust slice, and no mapping overlaps it. The pieces of `for_range` together have the
+            // slice's length.
             unsafe {
                 std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
             }
@@ -487,8 +487,8 @@ impl Segments {
     }
 
     /// Copies `len` bytes of the data from `offset` to `to` at `to_offset`: a write to a
-    /// memory-backed disk. Returns `None` without a copy if one of the two is too short or `to` is
-    /// read-only.
+    /// memory-backed disk. Returns `None` without a copy if the data or `to` is too short, or if
+    /// `to` is read-only.
     #[must_use]
     pub fn copy_to(
         &self,

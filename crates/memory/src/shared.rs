@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Range of a [`Mapping`], which the value keeps alive. A clone costs one atomic increment.
+/// Range of a [`Mapping`]. The mapping exists at least as long as this value. A clone costs one
+/// atomic increment.
 ///
 /// Every access is bounds-checked and copies the bytes, so a value that was read does not change
 /// any more. Two concurrent copies to the same bytes leave a mix of both, as with any DMA.
@@ -136,7 +137,8 @@ impl SharedBytes {
         let mut value = MaybeUninit::<T>::uninit();
         let into = value.as_mut_ptr().cast::<u8>();
         // The read is volatile, so that the compiler cannot read the shared memory a second time.
-        // The copy uses the largest units and not a `T`, which would be read field by field.
+        // The copy uses the largest units and not a `T`, because a `T` would be read field by
+        // field.
         let mut at = 0;
         // SAFETY: `size_of::<T>()` bytes at `from` are mapped and readable, and `into` has the same
         // length. The three calls together copy all of these bytes.
@@ -178,7 +180,7 @@ impl SharedBytes {
     ///
     /// # Safety
     /// `count` times 64 bytes must be readable at `lines`. The same number of bytes from `offset`
-    /// must lie inside the window, which must be writable.
+    /// must lie inside the window, and the window must be writable.
     #[inline]
     pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
         let into = self.ptr.as_ptr().wrapping_add(offset);
@@ -338,7 +340,7 @@ impl SharedBytes {
         Some(())
     }
 
-    /// Prefetches the cache line at `offset` for writing, which takes the line from other
+    /// Prefetches the cache line at `offset` for writing. This takes the line from other
     /// processors. The offset may be outside of the window; a useless prefetch has no other effect.
     #[inline]
     pub fn prefetch_for_write(&self, offset: usize) {
@@ -375,8 +377,8 @@ impl SharedBytes {
     /// Prefetches the cache lines of `len` bytes from `offset` into the second-level cache.
     ///
     /// The second-level cache can have many outstanding lines. The first level has only about
-    /// twenty fill buffers, for which further prefetches have to wait. The range may lie outside
-    /// the window, as with [`prefetch_for_write`](Self::prefetch_for_write).
+    /// twenty fill buffers, and further prefetches have to wait for a free one. The range may lie
+    /// outside the window, as with [`prefetch_for_write`](Self::prefetch_for_write).
     #[inline]
     pub fn prefetch_range(&self, offset: usize, len: usize) {
         let from = self.ptr.as_ptr().wrapping_add(offset);

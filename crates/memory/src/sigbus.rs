@@ -1,10 +1,11 @@
-//! SIGBUS handler for memory of peers that truncate its file.
+//! SIGBUS handler for shared memory whose file a peer truncates.
 //!
 //! An access to a mapped page beyond the end of its file raises SIGBUS, which by default ends the
 //! process and with it the disks of all guests. The handler has a registry of the ranges that peers
-//! share. For a fault inside such a range, the handler maps zeroes over the rest of the range,
-//! marks the range as poisoned, and lets the access continue. The owner of the range then fails the
-//! controller that uses it. A fault outside these ranges is passed to the previous SIGBUS handler.
+//! share. For a fault inside one of these ranges, the handler maps zeroes over the rest of the
+//! range, marks the range as poisoned, and lets the access continue. The owner of the range then
+//! fails the controller that uses it. A fault outside these ranges is passed to the previous SIGBUS
+//! handler.
 //!
 //! The zeroes are those of an empty memfd. Private memory could not be used: if the system does not
 //! overcommit memory (`vm.overcommit_memory` 2), or the process has a limit (`RLIMIT_DATA`), the

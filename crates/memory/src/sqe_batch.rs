@@ -5,12 +5,12 @@ use crate::shared::store_words;
 
 /// Submission queue entries that are collected and written to their queue together.
 ///
-/// The cache line of each entry has to come from the processor of the consumer, which has read that
-/// line in the previous round of the ring. A processor's stores reach the cache in order. If a
-/// program writes entries one by one, with other stores in between, only one or two of these lines
-/// are in flight at a time. As soon as its store buffer is full of later stores, the program waits
-/// for each line. If sixteen consecutive entries are written together, all their lines are in
-/// flight together.
+/// The consumer's processor has read the cache line of each entry in the previous round of the
+/// ring, so the line has to be fetched from that processor's cache. A processor's stores reach the
+/// cache in order. If a program writes entries one by one, with other stores in between, only one
+/// or two of these lines are in flight at a time. As soon as its store buffer is full of later
+/// stores, the program waits for each line. If sixteen consecutive entries are written together,
+/// all their lines are in flight together.
 #[derive(Debug)]
 pub struct SqeBatch {
     lines: Box<[Line; Self::ROOM]>,

@@ -5,9 +5,9 @@ use std::time::Duration;
 /// Resource usage of the calling thread since its start.
 ///
 /// If an access to a peer's memory takes long, there are three possible causes: the thread
-/// computes, the thread waits for the peer (a page fault waits for a peer that punches a hole
-/// there), or the scheduler runs another thread. The last cause is the fault of neither the thread
-/// nor the peer.
+/// computes, the thread waits for the peer (a page fault waits while the peer punches a hole at
+/// this place), or the scheduler runs another thread. The thread and the peer are not responsible
+/// for the third cause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ThreadUsage {

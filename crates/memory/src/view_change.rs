@@ -16,7 +16,7 @@ pub enum AfterChange {
     Unknown,
 }
 
-/// Change of a queue's [`View`], which moves the data of requests in flight to the new view.
+/// Change of a queue's [`View`]: moves the data of requests in flight to the new view.
 ///
 /// The owner of unmapped memory waits until no request uses an older view. So a request that waits
 /// for hung storage would delay every unmap, also of memory that it does not use. A disk that
@@ -25,8 +25,8 @@ pub enum AfterChange {
 #[derive(Debug)]
 pub struct ViewChange {
     view: View,
-    /// Old view of the requests seen last, and the memory of its mappings that the new view does
-    /// not have.
+    /// Old view of the most recent call of `state`, and the memory of those mappings in it that the
+    /// new view does not contain.
     old: Option<(View, Ranges)>,
     /// Memory of the new map.
     mapped: Option<Ranges>,

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 /// Yields the processor of a polling thread to other runnable threads.
 ///
 /// A polling thread uses its whole time slice, although it only waits. Another thread that is woken
-/// on the same processor has to wait until that slice ends, which takes milliseconds. Often this
-/// other thread is the one that produces the awaited event. `sched_yield` lets it run at once. If
-/// no other thread is runnable, `sched_yield` takes a third of a microsecond, so the duration of
-/// the call shows whether another thread ran.
+/// on the same processor has to wait until that slice ends. That takes milliseconds. Often this
+/// other thread produces the awaited event. `sched_yield` lets it run at once. If no other thread
+/// is runnable, `sched_yield` takes a third of a microsecond, so its duration shows whether another
+/// thread ran.
 ///
 /// A compute-bound thread uses a whole slice whenever it runs. It does not produce the awaited
 /// event, and gets its share of the processor even without yields. So the polling thread yields to

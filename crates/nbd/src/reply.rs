@@ -4,7 +4,7 @@ use crate::wire::{CHUNK_MAGIC, NbdError, Reader, SIMPLE_REPLY_MAGIC, chunk};
 
 /// Longest error message that is sent, in bytes.
 const MAX_TEXT: usize = 80;
-/// Length in bytes of the longest reply header, which is that of an error with a message.
+/// Length in bytes of the longest reply header: the header of an error with a message.
 const MAX_HEAD: usize = Chunk::SIZE + 6 + MAX_TEXT;
 
 /// Header of a reply: all bytes before its data.

@@ -170,7 +170,7 @@ pub mod chunk {
     pub const NONE: u16 = 0;
     /// Chunk with an offset and the data of a read.
     pub const OFFSET_DATA: u16 = 1;
-    /// Chunk with the offset and length of a hole, which reads as zeroes.
+    /// Chunk with the offset and length of a hole. A hole reads as zeroes.
     pub const OFFSET_HOLE: u16 = 2;
     /// Chunk with a metadata context and its extents.
     pub const BLOCK_STATUS: u16 = 5;

@@ -29,12 +29,12 @@ pub(crate) enum Fault {
     OtherRun,
     /// Checksum mismatch.
     Corrupt,
-    /// Content that was written for another byte offset of the namespace, which is given here.
+    /// Content that was written for another byte offset of the namespace. The value is that offset.
     Misplaced(u64),
-    /// Cells of different writes in one block: sequence numbers of the first cell and of the bad
-    /// one.
+    /// Cells of different writes in one block: sequence numbers of the first cell, and of the first
+    /// cell that differs from it.
     Torn { beginning: u32, here: u32 },
-    /// Content of a write other than the last one that completed.
+    /// Content of an older write: not of the last completed write of the block.
     Stale { expected: u32, found: u32 },
     /// Protection information check failed.
     Protection(Status),

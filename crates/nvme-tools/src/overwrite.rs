@@ -18,7 +18,7 @@ pub(crate) struct Overwrite {
 
 impl Overwrite {
     /// Refuses a target with a file system or a partition table, unless `--force` is given.
-    /// Attaches to the target in a session of its own, which ends before the session of the verb
+    /// Attaches to the target in a session of its own. This session ends before the verb's session
     /// begins.
     ///
     /// # Errors

@@ -23,7 +23,7 @@ pub struct Row {
     pub iodepth: u32,
     /// Number of jobs, each with its own queue pair.
     pub numjobs: u32,
-    /// Number of threads, which share the jobs.
+    /// Number of threads. The jobs are distributed over the threads.
     pub threads: u32,
     /// Largest number of I/Os per doorbell write; 0 for no limit; absent if the driver chose.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,9 +1,9 @@
 //! Deferred close: separate threads close the descriptors that a client has sent, because some
 //! threads must not block.
 //!
-//! Closing the last descriptor of a memfd frees all of its pages, which takes a second for some
-//! GiB. Closing other files may take even longer. During that time, a supervisor would not respond
-//! to its server processes.
+//! Closing the last descriptor of a memfd frees all of its pages. For some GiB, that takes a
+//! second. Closing other files may take even longer. During that time, a supervisor would not
+//! respond to its server processes.
 
 use crate::signals::start_thread;
 use std::io;
@@ -32,7 +32,7 @@ static IS_ENABLED: AtomicBool = AtomicBool::new(false);
 struct Closer {
     /// Number of descriptors that wait or are being closed.
     waiting: Arc<AtomicUsize>,
-    /// Number of threads, which are started when they are needed.
+    /// Number of closing threads. A thread is started when it is needed.
     threads: AtomicUsize,
     began: Instant,
     /// Milliseconds from `began` to the last close, or to the arrival of the first waiting
@@ -74,8 +74,8 @@ pub fn defer(fds: impl IntoIterator<Item = OwnedFd>) {
 }
 
 /// True if so many descriptors wait to be closed that no more should be received. False if all
-/// closing threads are blocked, because the client that has sent these descriptors must not delay
-/// other clients for ever.
+/// closing threads are blocked: the client whose descriptors block them must not delay other
+/// clients for ever.
 pub fn is_behind() -> bool {
     CLOSER.is_behind()
 }

@@ -8,10 +8,10 @@ use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 use tracing::debug;
 
-/// Initial size of this process's descriptor table in the kernel, which takes half a megabyte. If
+/// Initial number of entries of this process's descriptor table in the kernel (half a megabyte). If
 /// the table is full, the kernel doubles it, and threads that open a file meanwhile wait for an RCU
-/// grace period of 10 to 30 ms. Such a wait of the thread that handles registers would delay all
-/// guests.
+/// grace period of 10 to 30 ms. If the thread that handles registers waited, all guests would be
+/// delayed.
 const TABLE_ENTRIES: u64 = 1 << 16;
 
 /// Limit of open files after [`raise`]; `None` if there is none.
@@ -23,7 +23,7 @@ static OPEN_FILES: OnceLock<Option<File>> = OnceLock::new();
 
 /// Raises the soft limit of open files to the hard limit, and enlarges the descriptor table. A
 /// guest with many queues needs a descriptor per interrupt. The soft limit is low by default for
-/// programs that use `select`, which this program does not.
+/// programs that use `select`. This program does not use it.
 pub fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: maximum, maximum };
@@ -60,7 +60,7 @@ pub fn room() -> Option<u64> {
     usage().map(|(limit, in_use)| limit.saturating_sub(in_use))
 }
 
-/// Limit of open files, if there is one, and number of those in use.
+/// Limit of open files, and number of open files. `None` if there is no limit.
 fn usage() -> Option<(u64, u64)> {
     // A sandboxed process must not query the limit, so the stored value is used.
     let limit = (*LIMIT.get_or_init(|| getrlimit(Resource::Nofile).current))?;
@@ -80,8 +80,8 @@ fn in_use() -> Option<u64> {
         return Some(status.stx_size);
     }
     // Kernels before 6.2 do not report the number of open files as this size. There, a new
-    // descriptor is opened: it has the lowest free number, which is the number of open files,
-    // unless a descriptor with a lower number than another open one was closed.
+    // descriptor is opened: it has the lowest free number. This is the number of open files, unless
+    // a descriptor with a lower number than another open one was closed.
     let lowest = fcntl_dupfd_cloexec(rustix::stdio::stderr(), 0).ok()?;
     Some(lowest.as_raw_fd().unsigned_abs().into())
 }

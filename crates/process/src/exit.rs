@@ -92,7 +92,7 @@ struct WithStatus {
     status: u8,
     /// True if `--force` overrides the refusal.
     needs_force: bool,
-    /// The same input may be usable later.
+    /// True if the same input may be usable later.
     is_transient: bool,
     error: anyhow::Error,
 }

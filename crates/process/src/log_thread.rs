@@ -1,7 +1,7 @@
 //! Asynchronous log output: a bounded queue of lines and the thread that writes them.
 //!
 //! The reader of the log may block: a stopped terminal, or a pipe that is not read. Threads that
-//! serve guests must not wait for such a reader. So lines are queued in memory, and one thread
+//! serve guests must not wait for a blocked reader. So lines are queued in memory, and one thread
 //! writes them. If the queue is full, lines are dropped and counted. The count is logged as soon as
 //! the queue has room.
 //!
@@ -250,9 +250,10 @@ impl Allowance {
         Self { rate_limit, bytes: rate_limit.burst as f64, since: Instant::now() }
     }
 
-    /// Returns the number of bytes that may be written now. If it is too small for the next line,
-    /// which has `requested` bytes, returns the time at which the line may be written. A line
-    /// longer than the burst uses a whole burst, and its excess is charged to the following lines.
+    /// Returns the number of bytes that may be written now. If the number is smaller than
+    /// `requested`, the length of the next line, returns the time at which the line may be written.
+    /// A line longer than the burst uses a whole burst, and its excess is charged to the following
+    /// lines.
     fn of(&mut self, requested: usize, now: Instant) -> Result<usize, Instant> {
         let passed = now.saturating_duration_since(self.since);
         self.since = now;

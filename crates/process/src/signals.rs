@@ -270,8 +270,8 @@ mod tests {
     const CHILD: &str = "SIGNALS_TEST_CHILD";
 
     /// The handler of a signal may run after the waiting thread has already reacted to the signal
-    /// by a shutdown. The handler must not mistake this signal for a second one, which would exit
-    /// the process at once.
+    /// by a shutdown. The handler must not mistake this signal for a second signal, because a
+    /// second signal exits the process at once.
     #[test]
     fn one_signal_does_not_count_twice() {
         if std::env::var_os(CHILD).is_some() {

@@ -33,7 +33,7 @@ pub(super) fn port(index: usize) -> String {
 }
 
 /// Key prefix of the items with the memory files of a controller's client. If the files are few,
-/// they are part of the item of the socket ([`port`]), and there are no such items.
+/// they are part of the item of the socket ([`port`]), and no item has this prefix.
 pub(super) fn client_files(index: usize) -> String {
     format!("file/{index}.")
 }

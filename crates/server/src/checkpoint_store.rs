@@ -48,9 +48,9 @@ impl CheckpointStore {
         Ok(Self(Arc::new(Shared { link, outdated, state: Mutex::default() })))
     }
 
-    /// Sends the first items, which have descriptors and no body: [`OUTDATED`], by which
-    /// [`is_outdated`] recognizes an outdated checkpoint, and the two items `others`, each a key
-    /// and its descriptors.
+    /// Sends the first items: [`OUTDATED`], by which [`is_outdated`] recognizes an outdated
+    /// checkpoint, and the two items `others`, each a key and its descriptors. These items have
+    /// descriptors and no body.
     ///
     /// # Errors
     /// As [`put`](Self::put).
@@ -64,7 +64,7 @@ impl CheckpointStore {
         }))
     }
 
-    /// Sends an item, which replaces the one with the same key.
+    /// Sends an item. It replaces an earlier item with the same key.
     ///
     /// # Errors
     /// This or an earlier change could not be sent in time. From then on the checkpoint is invalid:
@@ -97,7 +97,7 @@ impl CheckpointStore {
         self.put(key, &body, &fds)
     }
 
-    /// Sends changes of several items, which take effect together.
+    /// Sends changes of several items. The changes take effect together.
     ///
     /// # Errors
     /// As [`put`](Self::put).

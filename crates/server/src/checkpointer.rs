@@ -11,8 +11,8 @@
 //! sent before the list names it, and an item is removed from the list before it is deleted. A
 //! process that recovers uses new keys. Its list names the items of the dead process for each
 //! controller that is not recovered yet, and has the fence of the dead process too. While a
-//! namespace changes, the list names both the old and the new disk. A recovery uses the disk that
-//! the state of the controller names, because that is the one which the guest may have seen.
+//! namespace changes, the list names both the old and the new disk. A recovery uses the disk in the
+//! state of the controller, because the guest may have seen this disk.
 
 use super::checkpoint_items::{self, ENDPOINTS, QUIESCED, Served};
 use super::checkpoint_store::CheckpointStore;
@@ -74,7 +74,7 @@ pub(super) struct UnattachedEntry {
 /// A controller in the checkpoint.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ControllerEntry {
-    /// Index of the controller, which is part of the keys of its items.
+    /// Index of the controller. The keys of the controller's items contain it.
     pub(super) index: usize,
     /// Configuration of the controller. Its list of disks may be outdated; `disks` is decisive.
     #[serde(rename = "asked")]
@@ -82,8 +82,8 @@ pub(super) struct ControllerEntry {
     /// Disks of the controller's namespaces. A namespace that is being changed has two disks, the
     /// new one first.
     pub(super) disks: Vec<DiskEntry>,
-    /// NSIDs of namespaces that are being changed, of which the guest may have seen the old or the
-    /// new state.
+    /// NSIDs of namespaces that are being changed. The guest may have seen the old or the new state
+    /// of these.
     pub(super) changing: Vec<u32>,
     /// Cause of death of the process that sent the items. `None` once the controller is recovered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -534,7 +534,8 @@ impl Checkpointer {
     fn give_up(&self, why: &anyhow::Error) {
         info!("the clients will lose their controllers if this process crashes: {why:#}");
         self.state.lock().is_possible = false;
-        // The list is deleted, because the supervisor may still have that of the previous process.
+        // The list is deleted, because the supervisor may still have the list of the previous
+        // process.
         let _ = self.store.delete(COMPLETE);
     }
 

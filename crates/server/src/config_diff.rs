@@ -224,7 +224,7 @@ fn states(before: &SocketConfig, after: &SocketConfig) -> Vec<Step> {
 }
 
 /// Returns the changes that turn a namespace's disk `before` into `after`. `None` if the namespace
-/// cannot be changed so at run time.
+/// cannot be changed in this way at run time.
 pub(super) fn changes(
     before: &DiskConfig,
     after: &DiskConfig,

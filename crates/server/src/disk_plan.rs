@@ -28,8 +28,8 @@ pub(super) struct DiskPlan {
     remove: Vec<String>,
     /// Disks that stay open, and their changes.
     change: Vec<(String, Vec<NamespaceChange>)>,
-    /// Disks to close and to open with another specification. The exports that stay on such a disk
-    /// are in `stop` and in `start`.
+    /// Disks to close and to open with another specification. If an export stays on a replaced
+    /// disk, it is in `stop` and in `start`.
     replace: Vec<(NamedDisk, NamedDisk)>,
     /// Ids of the exports to remove.
     stop: Vec<String>,

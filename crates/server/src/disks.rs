@@ -234,7 +234,7 @@ impl Changes {
     }
 
     /// Like [`change_disk`](Self::change_disk), for a caller that holds the lock of changes.
-    /// `losses` returns what connected clients would lose, for which `forced` is required.
+    /// `losses` returns the losses of connected clients. A change with losses requires `forced`.
     ///
     /// # Errors
     /// As for [`change_disk`](Self::change_disk).

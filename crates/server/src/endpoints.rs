@@ -38,8 +38,8 @@ pub(super) struct ProcessControl {
     pub(super) end: Arc<dyn Fn() + Send + Sync>,
     pub(super) serves_since: Instant,
     pub(super) upgrade_error: Arc<Mutex<Option<String>>>,
-    /// Requester that asks the supervisor for an upgrade, for a sandboxed process, which cannot
-    /// connect to the supervisor's control socket.
+    /// Requester that asks the supervisor for an upgrade, for a sandboxed process: this process
+    /// cannot connect to the supervisor's control socket.
     pub(super) upgrade_requester: Option<UpgradeRequester>,
 }
 

@@ -67,7 +67,7 @@ pub(super) struct EventSender {
 }
 
 impl EventSender {
-    /// Creates a sender for the controller `index`, another than that of this sender.
+    /// Creates a sender for another controller, with the index `index`.
     pub(super) fn of(&self, index: usize) -> Self {
         Self { index, sender: self.sender.clone(), lost: Arc::default() }
     }

@@ -13,8 +13,8 @@ use shadowbell_supervisor::permissions::Permissions;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-/// Minimum number of queue pairs of a remote controller for NBD, where each client uses a queue of
-/// its own.
+/// Number of I/O queue pairs that an NBD export requests at least from a remote controller. Each
+/// NBD client needs its own queue pair.
 const NBD_QUEUE_PAIRS: u16 = 16;
 
 /// Export a disk as a block device (ublk), a file (FUSE), by NBD, or to a VM (vhost-user-blk)

@@ -7,7 +7,7 @@ use shadowbell_process::exit;
 use std::fmt;
 use tracing::warn;
 
-/// What a connected client would lose by a change: `the client of vm0 would lose namespace 2`.
+/// Loss of a connected client by a change, displayed as `the client of vm0 would lose namespace 2`.
 #[derive(Debug)]
 pub(super) struct Loss {
     /// Controller or export of the client.
@@ -23,18 +23,18 @@ impl fmt::Display for Loss {
 }
 
 impl Loss {
-    /// Returns what the client of a controller loses. `None` if the controller has no client.
+    /// Loss of the client of a controller. `None` if the controller has no client.
     pub(super) fn of_controller(served: &ServedController, what: String) -> Option<Self> {
         served.has_client().then(|| Self { client: served.id.clone(), what })
     }
 
-    /// Returns what the client of `waiting` loses, a controller that waits for its disks.
+    /// Loss of the client of `waiting`, a controller that waits for its disks.
     pub(super) fn of_waiting(waiting: &WaitingController) -> Self {
         let what = "would lose the controller, which waits for its disks".to_owned();
         Self { client: waiting.requested.id(), what }
     }
 
-    /// Returns what the clients of the export `id` lose.
+    /// Loss of the clients of the export `id`.
     pub(super) fn of_export(id: &str, what: String) -> Self {
         Self { client: format!("the export {id}"), what }
     }
@@ -63,13 +63,13 @@ pub(super) fn check(losses: &[Loss], forced: bool) -> anyhow::Result<()> {
 /// Effect of a change of a disk on its connected clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// Clients lose nothing. Those of exports see the change when they connect again.
+    /// Clients lose nothing. Clients of exports see the change when they connect again.
     None,
-    /// Clients find something else: `4 KiB instead of 1 MiB`.
+    /// Clients find other content or another size: `4 KiB instead of 1 MiB`.
     Content(String),
     /// Clients cannot write any more.
     ReadOnly,
-    /// Clients of exports are disconnected, and can connect again. Those of controllers lose
+    /// Clients of exports are disconnected, and can connect again. Clients of controllers lose
     /// nothing.
     Reconnect,
 }
@@ -99,7 +99,8 @@ impl Effect {
     }
 }
 
-/// Function that returns what the connected clients of a disk lose by a change with this effect.
+/// Function that returns the losses of a disk's connected clients by a change with the given
+/// effect.
 type Losses<'a> = dyn Fn(&Effect) -> Vec<Loss> + 'a;
 
 /// Guard of a change of one disk.

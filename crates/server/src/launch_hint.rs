@@ -11,8 +11,9 @@ const IN_DIRECTORY: &str = "cntrl";
 /// Socket of a controller, with the data for SPDK's command line.
 struct Endpoint {
     socket: PathBuf,
-    /// Directory of the socket, by which SPDK addresses the controller, and whether doorbells are
-    /// mapped as SPDK's client requires. `None` if the socket is not in a directory for SPDK.
+    /// Directory of the socket (SPDK addresses a controller by this directory), and true if
+    /// doorbells are mapped as SPDK's client requires. `None` if the socket is not in a directory
+    /// for SPDK.
     spdk: Option<(PathBuf, bool)>,
 }
 

@@ -401,7 +401,7 @@ impl Changes {
         Ok(wanted)
     }
 
-    /// Sets the limits of a group, which is created if it does not exist. The caller holds the
+    /// Sets the limits of a group, and creates the group if it does not exist. The caller holds the
     /// [lock](Self::change_lock).
     pub(super) fn put_limit_group(&self, name: &str, wanted: Limits) {
         let group = limits::group(name);
@@ -503,8 +503,8 @@ pub(super) enum ChangeResult {
     Same,
     /// The open disk was changed. This is its new specification.
     InPlace(String),
-    /// Specification of the changed disk, the disk itself, which replaces the old one, and the
-    /// effect on clients.
+    /// Changed disk, to replace the old disk: its specification, the disk itself, and the effect on
+    /// clients.
     Disk(String, Arc<dyn Disk>, Effect),
 }
 
@@ -670,7 +670,7 @@ fn find(served: &ServedController, requested: &SocketConfig, nsid: u32) -> Optio
     Some(Found { at, disk, namespace })
 }
 
-/// Refuses a namespace of a pool, which only the guest manages.
+/// Refuses a namespace of a pool: only the guest manages these namespaces.
 fn check_pool(requested: &SocketConfig, nsid: u32) -> anyhow::Result<()> {
     let pool = requested.controller.pool.as_ref().and_then(pool::opened);
     match pool.is_some_and(|pool| pool.index().find(nsid).is_some()) {

@@ -12,8 +12,8 @@ use std::sync::Arc;
 pub(super) const OF_REQUESTS: u64 = 16;
 /// Minimum number of open files of a client: sockets, memory, interrupts.
 pub(super) const OF_CLIENT: u64 = 16;
-/// Number of open files of an export's queue besides that of the disk: doorbell, interrupt, error
-/// and epoll.
+/// Number of open files of an export's queue, in addition to those of its disk queue: doorbell,
+/// interrupt, error and epoll.
 const OF_EXPORT_QUEUE: u64 = 4;
 /// Number of open files of a disk, without its queues.
 pub(super) const OF_DISK: u64 = 2;
@@ -32,8 +32,8 @@ pub(super) fn of_controller(served: &ServedController, threads: usize) -> u64 {
 }
 
 /// Number of open files that the clients of an export may need. Each queue of a guest has a thread
-/// that opens its own queue of the disk. An NBD client opens a few connections, and each connection
-/// also has such a thread.
+/// that opens its own queue of the disk. An NBD client opens a few connections, and the thread of
+/// each connection also opens its own queue.
 fn of_export(export: &ExportConfig, disk: Option<Arc<dyn Disk>>) -> u64 {
     let queues = u64::from(export.queues.unwrap_or(MAX_DEFAULT_QUEUES));
     OF_CLIENT + queues * OF_EXPORT_QUEUE + of_queues(disk, queues)

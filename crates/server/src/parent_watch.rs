@@ -21,7 +21,7 @@ pub(super) const GRACE: Duration = Duration::from_secs(5);
 pub(super) struct ParentWatch(Arc<AtomicBool>);
 
 impl ParentWatch {
-    /// Starts the thread, which ends the process when `grace` has passed after the death of the
+    /// Starts the thread. It ends the process when `grace` has passed after the death of the
     /// supervisor.
     ///
     /// # Errors

@@ -9,7 +9,7 @@
 //! I/O that the dead process has submitted to the kernel may still be in flight, and may reach a
 //! disk or a guest's memory. So all of it must have ended before any command is repeated: see
 //! `shadowbell_disk_file::recover`. The wait has no time limit, because only the disk determines
-//! how long its I/O takes. For an upgrade, the old process has quiesced, so there is no such I/O.
+//! how long its I/O takes. For an upgrade, the old process has quiesced, so no I/O is in flight.
 //!
 //! Each controller is recovered by itself, the busiest first, on threads that may wait
 //! ([`recovery_job`](super::recovery_job)). A controller whose disks are not ready within a moment
@@ -382,7 +382,8 @@ fn endpoints(items: &mut Checkpoint) -> Option<Endpoints> {
     restored.inspect_err(|why| warn!("the control socket is created anew: {why:#}")).ok()
 }
 
-/// Takes the list of what is served out of the checkpoint, and checks its version.
+/// Takes the list of the served controllers, disks and exports out of the checkpoint, and checks
+/// its version.
 fn complete(items: &mut Checkpoint) -> anyhow::Result<Complete> {
     let all: Items = items.all.remove_entry(COMPLETE).into_iter().collect();
     let (complete, _): (Complete, _) = decode(&all, COMPLETE)?;

@@ -35,8 +35,9 @@ pub(super) const ATTEMPTS: &str = "attempts";
 
 /// Number of deaths after which a controller is recovered without its client.
 pub(super) const LIMIT: u8 = 3;
-/// A suspect is assumed to have caused all deaths in the supervisor's count except this number. So
-/// the clients of suspects are dropped two deaths before the supervisor discards the checkpoint.
+/// Number of deaths in the supervisor's count that suspects are assumed not to have caused. A
+/// suspect counts as the cause of all other deaths. So the clients of suspects are dropped two
+/// deaths before the supervisor discards the checkpoint.
 const OTHERS: u8 = 2;
 /// Flag bit of an item's byte: its recovery is in progress.
 const MARK: u8 = 0x80;
@@ -55,7 +56,7 @@ impl Slot {
         Self(2 * index as u64 + 2)
     }
 
-    /// Slot of the disk whose item has this key, which ends with a unique number.
+    /// Slot of the disk whose item has the key `key`. The key ends with a unique number.
     pub(super) fn of_disk(key: &str) -> Self {
         Self(2 * checkpoint_items::number(key).unwrap_or_default() + 3)
     }
@@ -111,8 +112,8 @@ impl Attempts {
         self.table.as_fd()
     }
 
-    /// Number of deaths that is compared with [`LIMIT`]: those counted for this item, or more for a
-    /// suspect if the supervisor has counted many deaths.
+    /// Number of deaths that is compared with [`LIMIT`]: the number counted for this item, or a
+    /// larger number if the item is a suspect and the supervisor has counted many deaths.
     pub(super) fn deaths(&self, slot: Slot) -> u8 {
         match self.counted(slot) {
             0 => 0,
@@ -149,8 +150,8 @@ impl Attempts {
         is_counted
     }
 
-    /// Excludes an item from all further recoveries, because each of them would have to wait for
-    /// the fence of the dead process, which no checkpoint contains any more.
+    /// Excludes an item from all further recoveries. A recovery would have to wait for the fence of
+    /// the dead process, and no checkpoint contains this fence any more.
     pub(super) fn give_up(&self, slot: Slot) {
         self.set(slot, LIMIT + 1);
     }
@@ -249,8 +250,8 @@ impl Attempt<'_> {
         self.attempts.unmark(self.slot, self.attempts.counted(self.slot));
     }
 
-    /// Calls `open`, which opens storage of the item. Once this process serves, the item is not
-    /// marked during the call.
+    /// Calls `open` to open storage of the item. If this process already serves, the item is not
+    /// marked while `open` runs.
     pub(super) fn open<T>(&self, open: impl FnOnce() -> T) -> T {
         self.opens.set(true);
         let serves = match &mut *self.attempts.opening.lock() {
@@ -272,7 +273,7 @@ impl Attempt<'_> {
         opened
     }
 
-    /// Calls `wait`, which waits for storage. The item is not marked during the call.
+    /// Calls `wait` to wait for storage. The item is not marked while `wait` runs.
     pub(super) fn pause<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.unmark();
         let waited = wait();
@@ -323,8 +324,8 @@ mod tests {
         next_after(attempts, slots, by_fault, 0)
     }
 
-    /// Returns the table of the next process after a death, which is the `all`th by the
-    /// supervisor's count.
+    /// Returns the table of the next process after a death. `all` is the supervisor's count of
+    /// deaths, including this death.
     fn next_after(attempts: &Attempts, slots: &[Slot], by_fault: bool, all: u8) -> Attempts {
         let table = attempts.table.try_clone().unwrap();
         let mut next = Attempts::of(table);

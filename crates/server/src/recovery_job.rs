@@ -67,7 +67,7 @@ pub(super) struct ControllerJob {
     /// Entry in the dead process's checkpoint.
     pub(super) entry: ControllerEntry,
     pub(super) death: CauseOfDeath,
-    /// Configuration of the controller. `None` if that of the checkpoint is used.
+    /// New configuration of the controller. `None` if the configuration in the checkpoint is used.
     pub(super) requested: Option<SocketConfig>,
     pub(super) items: Items,
 }
@@ -270,8 +270,8 @@ impl ControllerJob {
         builder::with_origin(requested, config.map_err(ConfigureError::into_error))
     }
 
-    /// Returns the listening socket of the checkpoint, which is found without decoding the client's
-    /// state; or else a new one.
+    /// Returns the listening socket of the checkpoint, without decoding the client's state. If the
+    /// checkpoint contains none, creates one.
     fn listener(&self, requested: &SocketConfig) -> anyhow::Result<Listener> {
         let item = self.items.get(&checkpoint_items::port(self.entry.index));
         let mut fds = item.into_iter().flat_map(|item| &item.fds);

@@ -111,13 +111,15 @@ impl Early {
 /// A namespace to add: its controller, its NSID, and its disk.
 type NewNamespace<'a> = (Arc<ServedController>, u32, &'a DiskConfig);
 
-/// Plan with its new disks and sockets. Those that are in use until a removal are opened later.
+/// Plan with its new disks and sockets. Disks and sockets that are in use until a removal are
+/// opened later.
 struct PreparedPlan<'a> {
     to_remove: Vec<Arc<ServedController>>,
     controllers: Vec<Prepared>,
     namespaces: Vec<PreparedNamespace>,
     /// Controllers to add after the removals, because their socket or a disk is in use until then.
-    /// `late_namespaces` are the namespaces of existing controllers to which this applies.
+    /// `late_namespaces` are namespaces to add to existing controllers after the removals, for the
+    /// same reason.
     late_controllers: Vec<&'a SocketConfig>,
     late_namespaces: Vec<NewNamespace<'a>>,
 }

@@ -136,8 +136,8 @@ impl Drop for OwnMounts {
 }
 
 impl OwnMounts {
-    /// Mounts the files of these exports, which must not be files of the `disks`. Also returns the
-    /// descriptors of `/dev/fuse`.
+    /// Mounts the files of these exports. The files must not be files of the `disks`. Also returns
+    /// the descriptors of `/dev/fuse`.
     ///
     /// # Errors
     /// A file cannot be mounted. No file stays mounted then.

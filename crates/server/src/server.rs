@@ -107,7 +107,7 @@ impl Server {
     }
 
     /// Starts the configured doorbell trace and latency measurement. If this process `is_next`
-    /// after another one, the previous process's trace file is kept.
+    /// after another one, the previous process's trace file is not overwritten.
     ///
     /// # Errors
     /// The file cannot be created.
@@ -155,8 +155,8 @@ impl Server {
     }
 
     /// Checks the liveness of the I/O threads, the control-plane thread and the reactor, one after
-    /// the other. `ended` is called on the reactor thread after all have answered, and so never if
-    /// a thread hangs.
+    /// the other. `ended` is called on the reactor thread after all of them have answered. It is
+    /// never called if one of them hangs.
     pub(super) fn check_liveness(&self, ended: impl FnOnce() + Send + 'static) {
         let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
         self.pool.check_liveness(move || handle.check_liveness(ended));
@@ -174,7 +174,7 @@ impl Server {
         all
     }
 
-    /// Releases the locks of all disks, which this process does not access any more.
+    /// Releases the locks of all disks. After this, the process must not access the disks any more.
     pub(super) fn release_locks(&self) {
         self.disks().iter().for_each(|disk| disk.release_lock());
     }

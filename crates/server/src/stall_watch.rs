@@ -63,7 +63,7 @@ fn watch(is_over: &AtomicBool, changes: &Weak<Changes>, limit: Duration) {
         std::thread::sleep(INTERVAL);
         if is_idle {
             // Returns at once if an I/O thread was awake during the interval. Otherwise all of them
-            // sleep, and the next request wakes one, which changes the activity and ends this wait.
+            // sleep. The next request wakes a thread, and this activity ends the wait.
             wait_for_activity(LONGEST_SLEEP, || {
                 let now = changes.upgrade().map(|changes| changes.pool().activity());
                 is_over.load(Ordering::Acquire) || now != Some(activity)
@@ -111,8 +111,8 @@ struct Scanner {
     limit: Duration,
     /// Requests of the last scan.
     seen: HashMap<RequestKey, Seen>,
-    /// Number of cancelled writes of each disk in the last scan, and the time at which it first had
-    /// some.
+    /// Number of cancelled writes of each disk in the last scan, and the time of the first scan
+    /// that found cancelled writes.
     orphans: HashMap<String, (u64, Instant)>,
     /// Time of the last scan in which a request of the disk had ended.
     progress: HashMap<String, Instant>,
@@ -129,7 +129,7 @@ impl Scanner {
         let mut controllers = HashMap::new();
         for served in changes.registry().all() {
             // A controller without a client gets no new commands. It is skipped, unless the last
-            // scan found commands of it (`busy`), for which a reset may still wait.
+            // scan found commands of it (`busy`): a reset may still wait for these commands.
             if !served.has_client() && !busy.contains(&served.index) {
                 continue;
             }
@@ -201,8 +201,8 @@ impl Scanner {
     }
 
     /// Compares the requests in flight with those of the last scan. A missing request has ended,
-    /// which is progress of its disk, unless `has_dropped` is true: a reset of the controller may
-    /// have dropped the request without an answer of the storage.
+    /// and this counts as progress of its disk. The exception is `has_dropped`: a reset of the
+    /// controller may have dropped the request without an answer of the storage.
     fn update(
         &mut self,
         in_flight: HashMap<RequestKey, (String, bool)>,
@@ -347,7 +347,8 @@ mod tests {
         assert!(!scanner.is_stalled("a", &requests(None), None, at(1000)), "a long discard");
         // Nothing has ended for 1000 s, because all requests wait for a low limit.
         assert!(!scanner.is_stalled("b", &short, Some(4), at(1000)));
-        // From 1000 s on, three requests wait for the limit, so the storage has the fourth one.
+        // From 1000 s on, only three requests wait for the limit, so the fourth request is in
+        // flight at the storage.
         assert!(!scanner.is_stalled("b", &short, Some(3), at(1004)));
         assert!(scanner.is_stalled("b", &short, Some(3), at(1005)));
     }

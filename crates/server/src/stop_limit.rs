@@ -18,7 +18,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::error;
 
-/// Thread that ends the process after a time limit, and before that logs the disks that have not
+/// Thread that ends the process after a time limit. Before that, it logs the disks that have not
 /// answered, with the number of their requests. A drop ends the thread.
 pub(super) struct StopLimit {
     ends: Option<Sender<Infallible>>,
@@ -26,8 +26,8 @@ pub(super) struct StopLimit {
 }
 
 impl Drop for StopLimit {
-    /// Waits for the end of the thread, which may drop the last reference to a disk: a qcow2 image
-    /// then releases its unused clusters.
+    /// Waits for the end of the thread. The thread may drop the last reference to a disk: a qcow2
+    /// image then releases its unused clusters.
     fn drop(&mut self) {
         drop(self.ends.take());
         if let Some(thread) = self.thread.take() {
@@ -37,8 +37,8 @@ impl Drop for StopLimit {
 }
 
 impl StopLimit {
-    /// Starts the thread, which ends the process a little earlier than `limit`, at which the
-    /// supervisor would kill it.
+    /// Starts the thread. It ends the process a little before `limit`, the time at which the
+    /// supervisor would kill the process.
     ///
     /// # Errors
     /// The thread cannot be started.

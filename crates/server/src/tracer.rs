@@ -43,7 +43,7 @@ impl Tracer {
     }
 
     /// Starts a trace into a new file at `path`. If this process `is_next` after another one, the
-    /// previous process's file is kept.
+    /// previous process's file is not overwritten.
     ///
     /// # Errors
     /// The file cannot be created.
@@ -110,8 +110,8 @@ impl Tracer {
         self.state.lock().recording.as_ref().map(|recording| Arc::clone(&recording.file))
     }
 
-    /// Number of records per I/O thread of a running in-memory trace, which the next process starts
-    /// again.
+    /// Number of records per I/O thread of a running in-memory trace. The next process starts a
+    /// trace with the same number.
     pub(super) fn in_memory(&self) -> Option<u32> {
         let state = self.state.lock();
         let recording =

@@ -252,7 +252,7 @@ fn warn_of_filter(started: Result<(), String>) {
 }
 
 /// Executes the program `shadowbell-serve` in the directory of this program, with the same command
-/// line. Returns if there is no such program: the verb is then executed by this process.
+/// line. Returns if this program does not exist: the verb is then executed by this process.
 fn exec_serve(arguments: &[OsString]) {
     let Ok(program) = std::env::current_exe().map(|path| path.with_file_name(SERVE)) else {
         return;

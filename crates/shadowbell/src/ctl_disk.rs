@@ -186,7 +186,8 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
     show(&now, json, disks)
 }
 
-/// Properties that a disk has kept at a replacement by the source `new`, which does not name them.
+/// Properties that a disk has inherited from its old source at a replacement by the source `new`,
+/// because `new` does not name them.
 fn kept(before: &Disk, now: &Disk, new: &str) -> Vec<String> {
     let (bare, named) = DiskLimits::split(new).unwrap_or_default();
     let limits = now.limits.as_ref().and_then(|spec| spec.parse().ok()).unwrap_or_default();

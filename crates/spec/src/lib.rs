@@ -1,7 +1,7 @@
 //! NVMe data structures: registers, commands, completions, Identify data, log pages, status codes.
 //!
 //! The crate contains plain data: no I/O, no allocation, no unsafe code. Every structure has the
-//! size and the field offsets of the specification, which tests check. Any bytes are a valid
+//! size and the field offsets of the specification. Tests check this. Any bytes are a valid
 //! structure (`zerocopy::FromBytes`), and no structure has padding (`zerocopy::IntoBytes`). So a
 //! peer can neither create an invalid structure nor read uninitialized memory from one.
 //!
@@ -23,7 +23,7 @@
 //!
 //! Citations are short: *Base* is the NVM Express Base Specification (2.1 unless stated otherwise),
 //! *NVM* the NVM Command Set Specification 1.1, *PCIe* the NVMe over PCIe Transport Specification
-//! 1.1. A clause whose number differs between revisions is cited by its title.
+//! 1.1. If the number of a clause differs between revisions, the clause is cited by its title.
 //!
 //! # Bit fields
 //!

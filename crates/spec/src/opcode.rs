@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-/// Opcode without a name in this crate. A command with such an opcode ends with Invalid Command
+/// Opcode without a name in this crate. A command with an unknown opcode ends with Invalid Command
 /// Opcode (see [`crate::status`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("unknown opcode {0:02X}h")]

@@ -286,8 +286,8 @@ pub const fn cq_doorbell_offset(qid: u16, dstrd: u8) -> u64 {
     DOORBELLS + (2 * qid as u64 + 1) * doorbell_stride(dstrd)
 }
 
-/// Doorbell at offset `offset` of BAR0. `None` if no doorbell starts there, because the offset is
-/// below [`DOORBELLS`], between two doorbells, or beyond those of queue 65535.
+/// Doorbell at offset `offset` of BAR0. `None` if no doorbell starts at this offset: it is below
+/// [`DOORBELLS`], between two doorbells, or beyond those of queue 65535.
 pub const fn decode_doorbell(offset: u64, dstrd: u8) -> Option<Doorbell> {
     let Some(from_first) = offset.checked_sub(DOORBELLS) else { return None };
     let stride = doorbell_stride(dstrd);

@@ -26,7 +26,7 @@ pub struct SglDescriptor {
 pub const TYPE_DATA_BLOCK: u8 = 0x0;
 /// Type 1h: bit bucket, for data that the controller reads from the medium and discards.
 pub const TYPE_BIT_BUCKET: u8 = 0x1;
-/// Type 2h: segment of descriptors, which is not the last one. The last descriptor in the segment
+/// Type 2h: segment of descriptors, except the last segment. The last descriptor in the segment
 /// describes the next segment.
 pub const TYPE_SEGMENT: u8 = 0x2;
 /// Type 3h: last segment.
@@ -62,7 +62,7 @@ impl SglDescriptor {
         Self::of(TYPE_BIT_BUCKET, 0, length)
     }
 
-    /// Segment with `length` bytes of descriptors at `address`, which is not the last segment.
+    /// Segment with `length` bytes of descriptors at `address`, except the last segment.
     pub const fn segment(address: u64, length: u32) -> Self {
         Self::of(TYPE_SEGMENT, address, length)
     }

@@ -11,13 +11,14 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ZoneState {
-    /// Empty: no block of the zone was written since its reset.
+    /// Empty: no block of the zone was written since the zone's last reset.
     Empty = 0x1,
-    /// Implicitly opened by a write.
+    /// Implicitly Opened: a write has opened the zone.
     ImplicitlyOpen = 0x2,
-    /// Explicitly opened by a command (Open Zone).
+    /// Explicitly Opened: an Open Zone command has opened the zone.
     ExplicitlyOpen = 0x3,
-    /// Closed: partly written, and not open.
+    /// Closed: the zone is active but not open. It need not contain data: Set Zone Descriptor
+    /// Extension also changes an empty zone to this state.
     Closed = 0x4,
     /// Read only: the zone can be read, but neither written nor reset.
     ReadOnly = 0xd,

@@ -34,7 +34,7 @@ pub struct AbSlots {
     pub is_padded: bool,
 }
 
-/// Content of the current slot, which is the newer valid one.
+/// Content of the current slot: the newer one of the valid slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Newest<T> {
     /// Sequence number of the slot.

@@ -1,4 +1,4 @@
-//! File descriptors of a state, which its sections reference by number.
+//! File descriptors of a state. The sections of the state refer to them by number.
 
 use crate::error::StateError;
 use serde::{Deserialize, Serialize};
@@ -28,7 +28,7 @@ pub struct Descriptors {
     lasting: Vec<LastingChange>,
 }
 
-/// Change of the lasting descriptors, which are identified by numbers.
+/// Change of the lasting descriptors. Each of them is identified by a number.
 #[derive(Debug)]
 pub enum LastingChange {
     /// Adds a lasting descriptor.

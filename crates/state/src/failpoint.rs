@@ -82,7 +82,7 @@ points! {
     Quiesced = "quiesced",
 }
 
-/// Deliberately wrong order of steps. A test uses it to prove that it detects such an error.
+/// Deliberately wrong order of steps. A test uses it to prove that it would detect this error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WrongOrder {
@@ -97,10 +97,10 @@ pub enum WrongOrder {
 /// Failpoint: kills this process by SIGKILL if the environment selects `point`.
 ///
 /// `SHADOWBELL_ABORT_AT` is a [name](AbortPoint::name), or `NAME:N` for the Nth time.
-/// Alternatively, `SHADOWBELL_ABORT_FILE` is the path of a file with such a text. The first process
-/// that reaches a failpoint removes the file, and creates `FILE.died` when it dies. If the file has
-/// several lines, a process removes only the first line. The function has no effect without the
-/// feature `abort-points`, and in an optimised build.
+/// Alternatively, `SHADOWBELL_ABORT_FILE` is the path of a file that contains `NAME` or `NAME:N`.
+/// The first process that reaches a failpoint removes the file, and creates `FILE.died` when it
+/// dies. If the file has several lines, a process removes only the first line. The function has no
+/// effect without the feature `abort-points`, and in an optimised build.
 #[inline]
 pub fn abort_point(point: AbortPoint) {
     #[cfg(all(feature = "abort-points", debug_assertions))]

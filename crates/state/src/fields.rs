@@ -114,8 +114,8 @@ mod tests {
         queues: Vec<Queue>,
     }
 
-    /// State of a later release, which adds a field that may be skipped, and removes one that had
-    /// a default.
+    /// State of a later release. That release adds a field that may be skipped, and removes a field
+    /// that had a default.
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
     struct Later {
         queues: Vec<Queue>,

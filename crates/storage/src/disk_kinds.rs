@@ -63,7 +63,7 @@ pub(crate) struct DiskKind {
     pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
     /// Reason why a sandboxed process cannot open the disk.
     sandbox_conflict: fn(&str) -> Option<&'static str>,
-    /// True if only the specification, and never the storage, makes such a disk read-only.
+    /// True if only the specification, and never the storage, makes a disk of this kind read-only.
     pub(crate) states_read_only: bool,
     /// True if an I/O thread may have to wait for the disk.
     may_block: bool,
@@ -331,8 +331,9 @@ fn rbd_error(error: shadowbell_disk_rbd::OpenError) -> DiskSpecError {
     kind_error(is_of_system, matches!(error, NotThatDisk { .. }), error)
 }
 
-/// Converts an error of one kind of disk. The error counts as bad input of the user, unless
-/// `is_of_system` is true: the system or a server has caused it.
+/// Converts an error of one kind of disk. With `is_of_system`, the system or a server has caused
+/// the error. Otherwise it counts as bad input of the user. With `is_final`, the disk of a dead
+/// process cannot be recovered, not even later.
 fn kind_error<E>(is_of_system: bool, is_final: bool, error: E) -> DiskSpecError
 where
     E: std::error::Error + Send + Sync + 'static,

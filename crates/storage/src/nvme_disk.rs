@@ -1,5 +1,5 @@
-//! Namespace of another controller as a disk: parsing, attaching, and recovery, which resets the
-//! controller.
+//! Namespace of another controller as a disk: parsing, attaching, and recovery (by a reset of the
+//! controller).
 
 use crate::transport;
 use anyhow::{Context, anyhow, bail};

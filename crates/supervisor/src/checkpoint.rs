@@ -45,8 +45,7 @@ const LAST: u8 = 2;
 const PUT: u8 = b'p';
 /// Kind of piece: item with its body in the first descriptor.
 const PUT_MEMORY: u8 = b'm';
-/// Kind of piece: more descriptors of the previous item, which has more of them than fit into one
-/// packet.
+/// Kind of piece: further descriptors of the previous item, if they do not fit into one packet.
 const MORE: u8 = b'a';
 /// Kind of piece: key of an item to remove.
 const DELETE: u8 = b'd';
@@ -275,8 +274,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Adds a packet of a transaction. Returns true if it was the last one, which applies the
-    /// transaction.
+    /// Adds a packet of a transaction. The last packet applies the transaction. Returns true for
+    /// the last packet.
     ///
     /// # Errors
     /// [`Unreadable`]: the checkpoint is no longer complete.
@@ -366,8 +365,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Returns whether the packet begins a transaction, and whether it ends one. Such a packet is a
-    /// complete transaction, and has the same effect if it is applied twice.
+    /// Returns whether the packet begins a transaction, and whether it ends one. If both are true,
+    /// the packet is a complete transaction, and applying it twice has the same effect as once.
     pub fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
         let flags = bytes.first().copied().unwrap_or_default();
         (flags & FIRST != 0, flags & LAST != 0)
@@ -579,8 +578,8 @@ mod tests {
         };
         assert_eq!(items.take(&packets[0].bytes, own(&packets[0])), Ok(false));
         assert!(!items.contains("b"));
-        // A new transaction begins before the last packet of the previous one, whose changes are
-        // discarded.
+        // A new transaction begins before the last packet of the previous transaction. The changes
+        // of the previous transaction are discarded.
         change(&mut items, &[Change::Put { key: "c", body: b"", fds: &[] }]);
         assert!(!items.contains("b") && items.contains("c"));
         assert_eq!(read(&mut items, "a").0, b"old");

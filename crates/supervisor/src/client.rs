@@ -222,7 +222,8 @@ fn connect_to(name: &str, owner: Option<u32>, limit: Duration) -> anyhow::Result
     let (named, _) = named.context("the name has no process ID")?;
     let is_allowed =
         |uid: u32| uid == 0 || uid == rustix::process::geteuid().as_raw() || Some(uid) == owner;
-    // No connection is made to the process of an unknown user, which may not answer.
+    // No connection is made to the process of an unknown user, because that process may never
+    // answer.
     if !owner_of(Path::new(&format!("/proc/{named}"))).is_some_and(is_allowed) {
         return Ok(None);
     }

@@ -1,5 +1,5 @@
-//! State of the supervisor in systemd's fd store, from which the next supervisor continues if
-//! this one is killed.
+//! State of the supervisor in systemd's fd store. If the supervisor is killed, the next supervisor
+//! continues from this state.
 //!
 //! A service manager stores descriptors under names and passes them to the next process of the
 //! service. Storing each change there would cost a message per change, so the fd store holds only
@@ -18,8 +18,8 @@
 //!
 //! * A message of a server process is peeked at, queued in the store, and only then removed from
 //!   the server process's socket, which is part of the snapshot. So each message is in the store or
-//!   in that socket. If the supervisor is killed between the two steps, the message is in both and
-//!   is applied twice, which has the same result as once.
+//!   in that socket. If the supervisor is killed between the two steps, the message is in both
+//!   places and is applied twice. The result is the same as once.
 //! * A server process is in the store before the supervisor sends it anything.
 //! * Descriptors that a server process has released stay in the store for a moment ([`STALE`]).
 //!   Until the next snapshot, a client whose connection the server process has closed may not

@@ -1,8 +1,8 @@
 //! Grants: everything that the server processes of this supervisor may open, create and remove.
 //!
-//! Grants come from the command line, from the configuration file (read at the start, at SIGHUP
-//! and at an upgrade that a client of the supervisor requests), and from files that `shadowbell
-//! ctl` has opened and passed to the supervisor. No message of a server process adds one.
+//! Grants come from the command line, from the configuration file (read at the start, at SIGHUP and
+//! at an upgrade that a client of the supervisor requests), and from files that `shadowbell ctl`
+//! has opened and passed to the supervisor. No message of a server process adds a grant.
 //!
 //! An image is identified by a descriptor that the supervisor opened by a granted path, and holds
 //! as long as a server process uses it or a checkpoint contains the disk. A configured path is
@@ -272,8 +272,8 @@ impl Grants {
             image.is_releasable |= stored.contains(&image.id);
         }
         self.changes += u64::from(!gone.is_empty());
-        // Another thread closes the descriptors, because the close of the last one of a deleted
-        // file frees its blocks, which may take long.
+        // Another thread closes the descriptors, because the close of the last descriptor of a
+        // deleted file frees the file's blocks, and that may take long.
         deferred_close::close(gone.into_iter().filter_map(|image| Arc::into_inner(image.file)));
     }
 

@@ -107,7 +107,8 @@ const RELEASE: Duration = Duration::from_millis(200);
 pub fn run(mut arguments: Vec<OsString>, permit: Permit) -> ExitCode {
     // The supervisor holds the descriptors of all guests for recovery.
     descriptor_limit::raise();
-    // Closing the last descriptor of guest memory frees it, which must not block this thread.
+    // Closing the last descriptor of guest memory frees the memory. This must not block the
+    // supervisor's main thread.
     deferred_close::enable();
     let supervisor = match command_line::take_snapshot(&mut arguments) {
         Some(left) => Supervisor::resume_after_exec(arguments, left, permit),
@@ -340,8 +341,8 @@ impl Supervisor {
     /// Handles messages of the server processes, at most `most` of each and for a limited time, so
     /// that signals are handled in between.
     ///
-    /// `most` is [`MESSAGES`] usually. It is [`QUEUED`] after the end of a process, whose remaining
-    /// messages are all handled at once.
+    /// `most` is [`MESSAGES`] usually. It is [`QUEUED`] after the end of a process, so that all of
+    /// its remaining messages are handled.
     fn receive_from_workers(&mut self, most: usize) {
         let is_last = most == QUEUED;
         if deferred_close::is_behind() && !is_last {

@@ -238,8 +238,8 @@ mod tests {
         permit(&[&path("image")], &[]);
         let process = Asks::new();
         assert_eq!(process.first(&path("image")), Ok(b'i'));
-        // A client's descriptor for the image's path may be that of another file, for example in a
-        // mount namespace of its own.
+        // A client's descriptor for the image's path may refer to another file, for example in a
+        // mount namespace of the client's own.
         std::fs::rename(path("image"), path("kept")).unwrap();
         std::fs::rename(path("secret"), path("image")).unwrap();
         let why = process.read(o_path(&path("image")).as_fd(), "w").unwrap_err();

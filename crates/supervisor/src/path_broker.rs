@@ -219,7 +219,7 @@ mod tests {
         }
     }
 
-    /// Tests the answers to a compromised server process, which sends requests outside of its
+    /// Tests the answers to a compromised server process that sends requests outside of its
     /// permissions.
     #[test]
     fn requests_outside_of_the_permissions_are_refused() {

@@ -26,7 +26,7 @@ pub(super) fn identity(program: &Path) -> io::Result<Identity> {
 /// Pending exec of a new program by the supervisor.
 pub(super) struct PendingExec {
     pub(super) program: PathBuf,
-    /// Requester of the upgrade, which receives `outcome`.
+    /// Connection to the requester of the upgrade, for `outcome`.
     pub(super) asker: Option<OwnedFd>,
     pub(super) outcome: String,
     pub(super) step: Step,

@@ -18,14 +18,14 @@ pub type Permit = fn(&[OsString], Option<&str>) -> anyhow::Result<Permissions>;
 /// symbolic links.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Permissions {
-    /// Paths of images, which are files or devices.
+    /// Paths of images: files or devices.
     pub images: Vec<Bytes>,
     /// Paths of images that are only opened for reading.
     pub read_only_images: Vec<Bytes>,
-    /// Paths of directories and files. All files below such a directory, and each such file, are
-    /// permitted as images.
+    /// Paths of directories and files. Each of these files, and all files below these directories,
+    /// are permitted as images.
     pub image_directories: Vec<Bytes>,
-    /// Paths of sockets. A socket file that a dead server left at such a path is replaced.
+    /// Paths of sockets. A socket file that a dead server left at one of these paths is replaced.
     pub sockets: Vec<Bytes>,
     /// Directories in which sockets may be created, but not in their subdirectories.
     pub socket_directories: Vec<Bytes>,

@@ -68,8 +68,8 @@ impl Supervisor {
         }
     }
 
-    /// Takes the next step of a pending exec. Does nothing while the step has to wait, for the
-    /// answer of the check or for a quiet supervisor.
+    /// Takes the next step of a pending exec. Does nothing while the step has to wait: for the
+    /// answer of the check, or until no upgrade, restart or message is pending.
     fn advance_step(&mut self, pending_exec: &mut PendingExec, now: Instant) -> Result<(), String> {
         match &mut pending_exec.step {
             Step::Wanted => {

@@ -75,7 +75,7 @@ struct SavedHeld {
     brokers: Vec<(Kind, FdRef)>,
     /// Both ends of the fd store's socket pair, and its counters.
     journal: Option<(FdRef, FdRef, SavedFdStore)>,
-    /// Requester of an upgrade, which receives the result.
+    /// Connection to the requester of an upgrade, for the result.
     asker: Option<FdRef>,
     /// Result of the upgrade that preceded this exec. `asker` receives it after the exec.
     outcome: String,

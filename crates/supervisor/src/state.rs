@@ -69,8 +69,8 @@ pub(super) struct Supervisor {
     pub(super) watchdog: Option<Watchdog>,
     /// Number of signals to end the service received so far.
     pub(super) ended: u32,
-    /// Time at which the service ends after the first signal to end it, even if the server process
-    /// has not ended by then.
+    /// Time limit of the service's end, set by the first signal to end it: at this time, the
+    /// service ends even if the server process has not ended.
     pub(super) end_limit: Option<Instant>,
     /// Exit status, once the service has ended.
     pub(super) exit_code: Option<u8>,

@@ -37,7 +37,7 @@ const OWN_EXECUTABLE: &str = "/proc/self/exe";
 
 impl Supervisor {
     /// Starts the next server process for an upgrade, or only for a check of one (`is_check`).
-    /// `permitted`: permissions and configuration of the next process, which take effect when the
+    /// `permitted`: permissions and configuration of the next process. They take effect when the
     /// running process has ended.
     pub(super) fn begin_upgrade(
         &mut self,
@@ -73,8 +73,8 @@ impl Supervisor {
         }
     }
 
-    /// Sends the running process's checkpoint to the next process, which has started its threads,
-    /// for a check.
+    /// Sends the running process's checkpoint to the next process, for a check. The next process
+    /// has started its threads.
     pub(super) fn check_checkpoint(&mut self) {
         let (Some(upgrade), Some(worker)) = (&mut self.upgrade, &self.worker) else { return };
         let Some(checked) = worker.copy_of_checkpoint() else {
@@ -136,7 +136,8 @@ impl Supervisor {
         left.iter_mut().for_each(|left| left.death.is_quiesced = true);
         let pid = old.pid();
         log_line(&format!("process {pid} has quiesced; another process recovers its clients"));
-        // The next process need not wait for the exit of the old one, which has released its locks.
+        // The next process need not wait for the exit of the old one, because the old one has
+        // released its locks.
         self.kill(old);
         self.replace(left);
     }
@@ -158,7 +159,8 @@ impl Supervisor {
         }
     }
 
-    /// Lets the next process recover the clients of the old one, which has ended or is ending.
+    /// Lets the next process recover the clients of the old process. The old process has ended or
+    /// is ending.
     pub(super) fn replace(&mut self, left: Option<Left>) {
         self.sockets.clear();
         self.died = Some(Instant::now());
@@ -246,7 +248,7 @@ impl Supervisor {
     }
 
     /// Sets the new program for later restarts. The new process has recovered and writes its own
-    /// checkpoint, which only its program can be expected to read.
+    /// checkpoint, and the old program may be unable to read this checkpoint.
     pub(super) fn replacement_recovered(&mut self) {
         if let Some(replacement) = &self.replacement {
             self.program.clone_from(&replacement.program);

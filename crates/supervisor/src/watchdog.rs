@@ -51,7 +51,7 @@ impl Watchdog {
     /// Returns the action that is due at `now`. `worker`: the server process that can be checked.
     pub(super) fn due(&mut self, now: Instant, worker: Option<u32>) -> Due {
         match self.pending {
-            // The checked process has ended, or quiesces, for which another time limit applies.
+            // The checked process has ended, or quiesces. A quiesce has its own time limit.
             Some((pid, _)) if Some(pid) != worker => {
                 self.pending = None;
                 return Due::Alive;

@@ -91,7 +91,7 @@ pub(super) struct Worker {
 
 impl Worker {
     /// Starts a server process with the arguments of this process. `how`: value of [`AS_WORKER`].
-    /// `permitted`: configuration that replaces that of the grants, for an upgrade.
+    /// `permitted`: for an upgrade, configuration that replaces the configuration in the grants.
     ///
     /// # Errors
     /// The program cannot be started.

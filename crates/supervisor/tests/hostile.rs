@@ -312,8 +312,8 @@ fn hostile(is_first: bool) {
                 // An empty packet looks like the end of the connection.
                 rustix::net::send(socket, &[], rustix::net::SendFlags::NOSIGNAL).expect("a packet");
             }
-            // The loop ends when sending fails, which is when the supervisor has closed its end of
-            // the socket.
+            // The loop ends when sending fails, because the supervisor has closed its end of the
+            // socket.
             for socket in sockets {
                 while send_bytes(socket, b'?', &[], &[], false).is_ok() {}
             }
@@ -451,7 +451,7 @@ fn ask_for_images(broker: &OwnedFd, number: usize) {
     give(broker, *code, body, fd.as_slice());
     let Ok(Some(answer)) = protocol::receive(broker, false) else { return };
     if *code == images::CONNECT {
-        // The answer to this request is another connection to the broker, which is permitted. It
+        // The answer to this request is another connection to the broker. This is permitted. It
         // stays open and unused.
         return answer.fds.into_iter().for_each(std::mem::forget);
     }

@@ -1,6 +1,7 @@
 //! Simulated guest and VMM that use a controller over a vfio-user socket. The guest verifies the
-//! contents of its disk, and the VMM migrates the guest to another server. This module lays out the
-//! queues itself. After a migration, the guest has another memory file.
+//! contents of its disk, and the VMM migrates the guest to another server. The module creates and
+//! accesses the queues itself, without the driver. After a migration, the guest has another memory
+//! file.
 
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig};
@@ -29,8 +30,8 @@ const SLOTS: u64 = 24;
 const BLOCK: u64 = 512;
 /// Number of blocks that the guest uses.
 const BLOCKS: u64 = 512;
-/// Memory layout: the admin queues, shadow doorbells and EventIdx; then for each I/O queue pair
-/// eight pages, and its data.
+/// Memory layout: the admin queues, shadow doorbells and EventIdx; then eight pages for each I/O
+/// queue pair; then the data buffers.
 const ASQ: u64 = 0;
 const ACQ: u64 = PAGE;
 const SHADOW: u64 = 2 * PAGE;
@@ -95,8 +96,7 @@ pub struct MigrationStats {
 }
 
 impl Guest {
-    /// Creates a guest with `pairs` I/O queue pairs, which has enabled the controller behind
-    /// `client`.
+    /// Creates a guest with `pairs` I/O queue pairs, and enables the controller behind `client`.
     pub fn boot(client: Client, pairs: u16, shadow: bool) -> Self {
         let memory = Mapping::shared("guest", MEMORY).expect("memory");
         let events = (0..=pairs).map(|_| EventFd::new().expect("an eventfd")).collect();
@@ -334,7 +334,8 @@ impl Guest {
         }
     }
 
-    /// Copies pages of the guest's memory to `to`, as a VMM does.
+    /// Copies the pages with the numbers `pages` of the guest's memory to `to`, as a VMM does for a
+    /// migration.
     fn copy(&self, to: &SharedBytes, pages: impl IntoIterator<Item = u64>) {
         let mut page = vec![0; PAGE as usize];
         for at in pages.into_iter().map(|page| (page * PAGE) as usize) {
@@ -343,8 +344,10 @@ impl Guest {
         }
     }
 
-    /// Suspends the guest. Returns its memory and the state of the device, for
-    /// [`resume`](Self::resume). The guest continues its I/O while most of its memory is copied.
+    /// Suspends the guest for a migration. Returns a copy of its memory, the device state and
+    /// statistics, for [`resume`](Self::resume). The memory is copied once as a whole, and `rounds`
+    /// times its dirty pages. During these copies, the guest continues its I/O. Then it stops, and
+    /// the remaining dirty pages are copied.
     pub fn suspend(&mut self, rounds: usize) -> (Arc<Mapping>, Vec<u8>, MigrationStats) {
         let mut moved = MigrationStats::default();
         let target = Mapping::shared("moved guest", MEMORY).expect("memory");
@@ -381,8 +384,8 @@ impl Guest {
         (target, stream, moved)
     }
 
-    /// Resumes the guest with the device behind `client`, which gets `memory` and the device state
-    /// `stream`.
+    /// Resumes the guest with the device behind `client`. The device gets `memory` and the device
+    /// state `stream`.
     ///
     /// # Errors
     ///

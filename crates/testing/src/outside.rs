@@ -1,6 +1,6 @@
 //! Disks that an outside program provides to the tests, and stalls when a test requests it:
-//! character-device namespaces in a guest (`cargo xtask guest chardev`). Without such a disk, the
-//! tests that need one are skipped with a message.
+//! character-device namespaces in a guest (`cargo xtask guest chardev`). If no disk is provided,
+//! the tests that need one are skipped with a message.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ pub fn namespaces() -> Vec<String> {
     disks
 }
 
-/// Storage below the disks of [`namespaces`], which another program stalls and resumes.
+/// Storage below the disks of [`namespaces`]. Another program stalls and resumes it on request.
 #[derive(Debug)]
 pub struct Storage(PathBuf);
 

@@ -40,8 +40,8 @@ const FILE: INodeNo = INodeNo(2);
 const SIZE: u64 = 1 << 20;
 
 /// FUSE file system with one file. After the file was opened, requests for the file hang.
-/// `as_image` and `over` are exceptions: with `as_image` only data requests hang, with `over` only
-/// those that the test holds.
+/// `as_image` and `over` are exceptions: with `as_image`, only data requests hang; with `over`,
+/// only requests that the test holds.
 #[derive(Default)]
 struct Stalled {
     opened: AtomicBool,
@@ -338,7 +338,7 @@ impl Mount {
     }
 
     /// Opens the file. The caller must neither close nor access the descriptor while the daemon
-    /// lives, because the call would hang.
+    /// lives: both would hang.
     ///
     /// # Panics
     ///

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::retry_on_intr;
 use rustix::thread::Pid;
 
-/// Limit of every wait, which is long enough for a busy machine.
+/// Limit of every wait. It is long enough for a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
 /// Pause between two polls of a state.

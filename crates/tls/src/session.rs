@@ -9,8 +9,8 @@ const INPUT: usize = 64 << 10;
 /// Number of pending output bytes at which a session accepts no more data.
 pub const MOST_PENDING: usize = 256 << 10;
 
-/// TLS session of one side of a connection. The session has no socket: each call gets one, which
-/// must be non-blocking.
+/// TLS session of one side of a connection. The session has no socket: the caller passes a
+/// non-blocking socket to each method.
 pub struct Session {
     connection: Connection,
     /// Received bytes. Those in `from..to` are not processed yet.
@@ -152,8 +152,8 @@ impl Session {
         Ok(())
     }
 
-    /// Encrypts data of `parts`. Returns the number of bytes that were accepted, which is 0 while
-    /// output is [pending](Self::is_pending). The caller has to call [`flush`](Self::flush) next.
+    /// Encrypts data of `parts`. Returns the number of accepted bytes: 0 while output is
+    /// [pending](Self::is_pending). The caller has to call [`flush`](Self::flush) next.
     ///
     /// # Errors
     ///

@@ -182,8 +182,8 @@ fn orderly_and_abrupt_ends_are_distinguished() {
     }
 }
 
-/// Each configuration error ends the handshake. The end that detects the error has one message, and
-/// the other end, which is told by an alert, another.
+/// Each configuration error ends the handshake. The end that detects the error reports it with one
+/// message. The other end receives an alert, and reports another message.
 #[test]
 fn each_failed_handshake_has_its_message() {
     let (authority, stranger) = (Authority::new(), Authority::new());

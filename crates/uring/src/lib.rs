@@ -104,8 +104,9 @@ impl<S: Shape, C: cqueue::EntryMarker + 'static> Reserve<S, C> {
         Self { name, build, sealed: Mutex::new(None) }
     }
 
-    /// Creates `count` instances, and no instance later. Returns the number of instances, which is
-    /// lower if the system has no descriptors or memory for all, and 0 if it permits none.
+    /// Creates `count` instances, and no instance later. Returns the number of created instances:
+    /// fewer than `count` if the system has no descriptors or memory for all, and 0 if it permits
+    /// none.
     pub fn seal(&'static self, count: usize) -> usize {
         #[cfg(feature = "attempts")]
         sys::register(self.name, || self.take(), |ring| self.put_back(ring));

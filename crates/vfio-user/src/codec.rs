@@ -115,7 +115,7 @@ impl Decoder {
         }
     }
 
-    /// Buffer for the next receive call, whose result must be passed to
+    /// Buffer for the next receive call. The caller must pass the result of that call to
     /// [`advance`](Self::advance). The buffer is not empty if the caller has called
     /// [`decode`](Self::decode) until it returned `None`.
     pub fn space(&mut self) -> &mut [u8] {

@@ -139,9 +139,9 @@ pub struct DmaMap {
     /// True if the device may write the range.
     pub writable: bool,
     /// File to map; accesses to it never block (see [`descriptor`](crate::descriptor)). Without a
-    /// file, the memory can only be accessed by messages. QEMU without `share=on` sends such maps.
-    /// A device that requires mapped memory should refuse them with [`Errno::OPNOTSUPP`] and log a
-    /// clear message.
+    /// file, the memory can only be accessed by messages. QEMU without `share=on` sends maps
+    /// without a file. A device that requires mapped memory should refuse them with
+    /// [`Errno::OPNOTSUPP`] and log a clear message.
     pub fd: Option<PeerFd>,
     /// Offset of the range in the file, in bytes.
     pub fd_offset: u64,

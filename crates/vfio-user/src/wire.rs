@@ -124,8 +124,8 @@ pub mod header_flags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Header {
-    /// Identifier that the sender of a command chooses. The reply has the same one. The identifier
-    /// need not be unique.
+    /// Identifier that the sender of a command chooses. The reply has the same identifier. The
+    /// identifier need not be unique.
     pub id: u16,
     /// See [`command`].
     pub command: u16,

@@ -1,5 +1,5 @@
-//! Check of the source code: descriptors of peers are received in one function only, which wraps
-//! them in `PeerFd`.
+//! Check of the source code: only one function receives descriptors of peers, and it wraps them in
+//! `PeerFd`.
 
 use std::path::Path;
 
@@ -17,8 +17,8 @@ fn sources(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
 
 /// Scans the sources of all crates. Only `socket.rs` receives descriptors of peers, and it wraps
 /// each of them immediately. The other files that receive descriptors get them from a process of
-/// this program or of the system; if the descriptors are those of clients, they wrap them again
-/// before use. Only `PeerFd` itself and the closer thread can access the raw descriptor.
+/// this program or of the system. They wrap descriptors of clients again before use. Only `PeerFd`
+/// itself and the closer thread can access the raw descriptor.
 #[test]
 fn descriptors_are_received_in_listed_files_only() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
@@ -29,7 +29,8 @@ fn descriptors_are_received_in_listed_files_only() {
     for path in all {
         let text = std::fs::read_to_string(&path).unwrap();
         let name = path.strip_prefix(crates).unwrap().display().to_string();
-        // This name is in the sandbox's list of allowed system calls, which receives nothing.
+        // `libc::SYS_recvmsg` is in the sandbox's list of allowed system calls. That file receives
+        // nothing.
         let text = text.replace("libc::SYS_recvmsg", "");
         // If a call has no control buffer, the kernel delivers no descriptors to it.
         let has_no_room = text.contains("RecvAncillaryBuffer::default()")

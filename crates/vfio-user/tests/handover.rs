@@ -74,7 +74,7 @@ impl PipeliningClient {
         message(id, command::REGION_WRITE, 0, &[access(0, 16, 4).as_bytes(), &value])
     }
 
-    /// Creates a message with several writes. One of them is to `SLOW`: while the device holds
+    /// Creates a message with several writes. One write is to `SLOW`: while the device holds
     /// completion callbacks, this write does not complete at once.
     fn write_several(&mut self) -> Vec<u8> {
         let entry = |offset, count, value: u32| {

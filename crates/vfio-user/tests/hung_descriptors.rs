@@ -103,9 +103,9 @@ fn a_client_with_too_many_hung_descriptors_is_not_accepted() {
     again.write(0, &[1]).ok();
 }
 
-/// The descriptors are still in the queues of two sockets when the server closes these: the socket
-/// of a client that disconnects, and that of a client that was never accepted. Closing hangs, but
-/// the server still serves other clients.
+/// The server closes two sockets whose queues still contain hung descriptors: the socket of a
+/// client that disconnects, and the socket of a client that was never accepted. The close hangs,
+/// but the server still serves other clients.
 #[test]
 fn unreceived_hung_descriptors_delay_no_client() {
     let (mut server, path, _shared) = Server::with_device(Limits::default());

@@ -155,8 +155,8 @@ fn request_shared_socket(raw: &mut Raw, shared: &TestDeviceState) -> SharedSocke
     socket.unwrap()
 }
 
-/// Attaches a client whose socket is in two epoll instances. That of a sleeping poller is the first
-/// one that the kernel wakes, and that of the reactor is the second.
+/// Attaches a client whose socket is in two epoll instances: first in the instance of a sleeping
+/// poller, then in that of the reactor. The kernel tries to wake them in this order.
 fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<TestDeviceState>, Raw, Poller) {
     let (server, path, shared) = Server::with_device(limits);
     let (raw, socket) = share(&path, &shared);
@@ -169,8 +169,8 @@ fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<TestDeviceState>,
     (server, path, shared, raw, poller)
 }
 
-/// Waits until both threads sleep. Each of them may still have to handle a message that the other
-/// one has received.
+/// Waits until both threads sleep. Each thread may still have to handle a message that the other
+/// thread has received.
 fn wait_idle(server: &Server, poller: &Poller) {
     poller.wait_asleep();
     eventually("the reactor sleeps", || sleeps(server.tid));

@@ -22,15 +22,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 128;
-/// Maximum number of turns of the I/O thread for which the guest waits for an operation.
+/// Maximum number of turns of the I/O thread until an operation of the guest has ended.
 const MAX_TURNS: usize = 20_000;
-/// Number of repetitions of an operation in a flood.
+/// Number of repetitions of an operation in a flood: the I/O thread processes nothing in between.
 const FLOOD: u64 = 128;
-/// Bus address far from all other maps.
+/// Bus address of the first map of a flood, far above the guest's memory.
 const FAR_ADDRESS: u64 = 1 << 48;
-/// Fill byte of pages that are not shared.
+/// Fill byte of the guard pages.
 const GUARD: u8 = 0xa5;
-/// Number of pages behind the guest's memory that are never shared.
+/// Number of guard pages after the end of the guest's memory. They are never shared with the
+/// controller.
 const GUARDS: u64 = 4;
 /// Parts of memory that are shared and unmapped as a whole: first page, number of pages.
 const REGIONS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
@@ -223,8 +224,8 @@ impl Guest {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            // The disk completes requests only when the program calls for it, and the operation may
-            // wait for such a request.
+            // The disk completes requests only when the program does so explicitly, and the
+            // operation may wait for the end of a request.
             self.test_disk.state().complete_all();
         }
         panic!("{what}");

@@ -1,9 +1,9 @@
 //! A hostile host's doorbell values, in a register or in a shadow entry, and a model of their
 //! validation.
 //!
-//! After each read of the doorbell (a look) this body checks that the position is that of the last
-//! valid value; that an invalid value is reported, once, and does not permit a sleep; that a
-//! submission queue has stopped after an invalid tail; and that EventIdx is a position of the ring.
+//! After each read of the doorbell (a look), this body checks the following. The position is that
+//! of the last valid value. An invalid value is reported once, and does not permit a sleep. A
+//! submission queue has stopped after an invalid tail. EventIdx is a position of the ring.
 
 use crate::limits::Limits;
 use crate::source::Source;

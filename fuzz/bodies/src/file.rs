@@ -177,7 +177,7 @@ impl User {
             1 => {
                 let most = source.of(&[BLOCK, 1, 4096, 0, 777, 1 << 18]);
                 // With direct I/O, a call that transfers less than a block has transferred nothing,
-                // which is an error.
+                // and this counts as an error.
                 self.injected += u64::from(most == 0 || self.direct);
                 CallOutcome::Partial(most)
             }

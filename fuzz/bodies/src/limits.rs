@@ -2,9 +2,9 @@
 //! memory, exceeds them and fails.
 //!
 //! The allocator counts memory over all threads. The tests run several programs concurrently, so
-//! the limit is more than all of them use together. Time is CPU time of the thread that runs the
-//! program, so other load of the machine has no effect. A step is a few messages or commands, and
-//! the time limit is a hundred times their cost.
+//! the limit is higher than the memory of all of them together. Time is CPU time of the thread that
+//! runs the program, so other load of the machine has no effect. A step is a few messages or
+//! commands, and the time limit is a hundred times their cost.
 
 use cap::Cap;
 use rustix::time::{ClockId, clock_gettime};
@@ -32,7 +32,7 @@ static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 static STEPS: AtomicU64 = AtomicU64::new(0);
 
 /// Path of the file to which a run under libFuzzer writes the number of steps, and the number of
-/// steps between two such writes.
+/// steps between two writes of this file.
 static REPORT: LazyLock<Option<OsString>> = LazyLock::new(|| std::env::var_os("BODIES_STEPS"));
 const OFTEN: u64 = 1024;
 

@@ -152,8 +152,8 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
             let data = if same {
                 test_disk::contents(offset, len as u64)
             } else {
-                // The data differ from those of other commands, and from the disk's contents, which
-                // have no zeroes.
+                // The data differ from the data of other commands, and from the disk's contents:
+                // these contain no zeroes.
                 let mut data = source.pattern(len);
                 data[0] = 0;
                 data[1..3].copy_from_slice(&sqe.cid.to_le_bytes());

@@ -406,8 +406,8 @@ impl Guest {
                 }
             }
             _ => {
-                // The host enables the controller before CSTS.RDY is 0, which is forbidden and has
-                // an unknown result.
+                // The host enables the controller before CSTS.RDY is 0. This is forbidden, and its
+                // result is unknown.
                 self.blind = true;
                 self.write32(regs::CC, CC);
                 for _ in 0..source.below(3) {

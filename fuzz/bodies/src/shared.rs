@@ -331,7 +331,7 @@ impl Connection {
                 }
                 self.unsure |= odd || fds.len() > 16;
                 // Random messages must not write at the doorbell offset, because the device would
-                // take such a write for a numbered one.
+                // mistake them for the test's numbered writes.
                 let writes = [verb::REGION_WRITE, verb::REGION_WRITE_MULTI].map(u16::to_le_bytes);
                 if !writes.iter().any(|verb| bytes.get(2..4) == Some(verb)) {
                     self.send(&bytes, &fds);

@@ -1,5 +1,6 @@
-//! Hosts of the controllers of one subsystem, which share namespaces. They use reservations of all
-//! types, ANA states change, hosts change or lose their host identifier, and controllers are reset.
+//! Hosts of the controllers of one subsystem. The controllers share namespaces. The hosts use
+//! reservations of all types, ANA states change, hosts change or lose their host identifier, and
+//! controllers are reset.
 //!
 //! A model predicts the status of each command by the rules of the specification, from registrants
 //! and keys, the holder, and the ANA state. After each step this body checks
@@ -255,7 +256,7 @@ impl Field {
         while !holds(self) {
             assert!(Instant::now() < end, "{what} does not come");
             if !self.turns.turn() {
-                // Lets the subsystem's own thread run, on which the condition may depend.
+                // Lets the subsystem's own thread run, because the condition may depend on it.
                 std::thread::yield_now();
             }
         }

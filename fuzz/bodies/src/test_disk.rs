@@ -60,8 +60,8 @@ impl TestDiskState {
         }
     }
 
-    /// Ends all pending flushes. Such a flush may be that of the shutdown of a disabled controller.
-    /// A reset or disconnection does not wait for it, because it accesses no guest memory.
+    /// Ends all pending flushes. A flush may belong to the shutdown of a disabled controller. A
+    /// reset or disconnection does not wait for a flush, because a flush accesses no guest memory.
     pub(crate) fn complete_flushes(&mut self) {
         while let Some(at) = self.deferred.iter().position(|(.., is_flush)| *is_flush) {
             self.end(at);
@@ -154,8 +154,8 @@ impl Disk for TestDisk {
         "test".into()
     }
 
-    /// Reports alternating data and holes of odd lengths, which do not depend on writes. The bodies
-    /// do not compare them with a model.
+    /// Reports alternating data and holes of odd lengths, independent of writes. The bodies do not
+    /// compare them with a model.
     fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
         let (mut at, end) = (offset, offset + len);
         while at < end {

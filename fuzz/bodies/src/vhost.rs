@@ -349,10 +349,11 @@ impl Guest {
         }
     }
 
-    /// Simulates a dead process that had taken some of these requests.
+    /// Simulates the crash of a process that had started some of the requests `submitted`: marks
+    /// them as in flight, for the next process.
     fn simulate_crash(&mut self, source: &mut Source<'_>, submitted: &[Submitted]) {
-        // The in-flight memory must look as if a process had started the queue, which records the
-        // start there.
+        // A process that starts a queue stores a version number in the in-flight memory. The dead
+        // process has started the queue, so this memory must contain the number.
         self.queue.replace().expect("a queue");
         let version = self.inflight.load_u64_acquire(8).expect("a word").to_ne_bytes();
         if version[..2] == [0; 2] {
@@ -633,8 +634,8 @@ fn pieces(source: &mut Source<'_>, n: usize, len: usize) -> Pieces {
         let last = pieces.len() >= 5;
         let most = if last { left } else { 1 + source.below(left) };
         let most = if last { most } else { most.min(source.of(&[SECTOR, 1, 4096])) };
-        // The data may cross the border of two memory regions. The test accesses each region by its
-        // own mapping, so it splits them there.
+        // The data may cross the border of two memory regions. The test accesses each region by a
+        // mapping of its own, so it splits the data at the border.
         let border = REGIONS[2].0;
         let most = if at < border { most.min((border - at) as usize) } else { most };
         pieces.push((at, most));

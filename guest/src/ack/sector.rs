@@ -16,7 +16,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"SBACKED1");
 /// Identity of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
-    /// Seed of a test run, which distinguishes runs on the same disk.
+    /// Seed of a test run. It distinguishes runs on the same disk.
     pub seed: u64,
     /// Number of the slot, from the start of the disk.
     pub slot: u64,

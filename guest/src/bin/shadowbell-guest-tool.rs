@@ -195,8 +195,8 @@ impl Writer {
     }
 }
 
-/// Allocates memory, much of which the kernel has just freed after I/O, and checks that its
-/// contents do not change. So a device that still writes to memory of an ended command is detected.
+/// Allocates memory and checks that its contents do not change. The kernel has just freed much of
+/// this memory after I/O. So a device that still writes to memory of an ended command is detected.
 fn patrol(options: &HashMap<String, String>) -> Result<String, String> {
     let words = (number(options, "mib")? << 20) / 8;
     let end = Instant::now() + Duration::from_secs(number(options, "seconds")?);

@@ -198,7 +198,7 @@ pub(crate) fn check(
     report.check("the load has no error", |_| wait_for_end(guest));
 }
 
-/// Waits for the end of the load, which must have succeeded.
+/// Waits for the end of the load. The load must have succeeded.
 pub(crate) fn wait_for_end(guest: &mut Guest) -> Result<()> {
     let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
                 sleep 0.1; done; tail -n 20 /tmp/fio.out; code=$(cat /tmp/fio.done || echo 99); \

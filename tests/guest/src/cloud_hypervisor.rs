@@ -92,7 +92,7 @@ poweroff -f
 "#;
 const STEPS: [&str; 6] = ["disk", "verify", "resets", "files", "complaints", "end"];
 
-/// Kinds of replacement: name of the event, and shell command of the outer guest.
+/// Kinds of replacement of the server process: name, and shell command of the outer guest.
 const EVENTS: [(&str, &str); 2] = [
     ("killed", "kill -9 $(awk '{print $NF}' /proc/$(cat /tmp/supervisor)/task/*/children)"),
     ("upgraded", "shadowbell upgrade /tmp/ch.sock"),
@@ -125,7 +125,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         let check = format!("Cloud Hypervisor's guest works while the server is {what}");
         report.check(&check, |_| {
             let outcome = work(&mut guest, event);
-            // The logs are kept, because they explain a failure.
+            // The logs are stored, because they explain a failure.
             for log in ["serve", "vmm", "inner", "events"] {
                 let text = guest.sh(&format!("cat /tmp/{log}.log"), LIMIT).unwrap_or_default();
                 fs::write(run.file(&format!("{what}-{log}.log")), text)?;
@@ -203,7 +203,7 @@ fn work(guest: &mut Guest, event: &str) -> Result<()> {
         ensure!(said.contains(&format!("ok {step}")), "the inner guest failed at `{step}`");
     }
     ensure!(events >= 10, "only {events} times");
-    // Waits for the end of the VMM, which ends together with its guest, and ends the server by
+    // Waits for the end of the VMM (it ends together with its guest), and then ends the server by
     // SIGTERM.
     guest.sh(
         "for pid in $(cat /tmp/vmm); do \

@@ -2,8 +2,8 @@
 //! of several turns, because the other load of the machine changes over time. The outcome is
 //! printed and is never a failure.
 
-/// Maximum ratio between the turn with the highest and that with the lowest speed ratio. If it is
-/// exceeded, other load of the machine has disturbed the measurement.
+/// Maximum quotient of the highest and the lowest speed ratio of all turns. If it is exceeded,
+/// other load of the machine has disturbed the measurement.
 const SPREAD: f64 = 2.0;
 
 pub(crate) const REACHED: &str = "reached";

@@ -1,4 +1,4 @@
-//! fio in the guest.
+//! Runs fio in the guest and parses its results.
 
 use std::time::Duration;
 
@@ -41,8 +41,8 @@ pub(crate) fn random_reads(
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))
 }
 
-/// Runs fio with the arguments `words`, whose last part are the job names. The run takes about the
-/// time `time`. The results of several jobs are added.
+/// Runs fio with the arguments `words`, for about the duration `time`. The job names are the last
+/// arguments. fio adds the results of several jobs.
 pub(crate) fn run(guest: &mut Guest, rw: &str, words: &str, time: Duration) -> Result<Measured> {
     let command = format!("fio --rw={rw} --thread --group_reporting --output-format=json {words}");
     let text = guest.sh(&command, time + LIMIT)?;

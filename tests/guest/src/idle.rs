@@ -22,10 +22,10 @@ struct Used {
 /// seconds to check whether to exit. A process cannot prevent that, so these wakeups do not count.
 const KERNEL_WORKER_PREFIX: &str = "iou-wrk-";
 
-/// Time to wait before the check, so that two activities have ended: the kernel's worker threads
-/// for slow io_uring operations (flush, hole punching) exit after five idle seconds, and after the
-/// statistics were read, the control socket's time limit for the head of a request runs for up to
-/// ten seconds.
+/// Time to wait before the check, so that two activities have ended. The kernel's worker threads
+/// for slow io_uring operations (flush, hole punching) exit after five idle seconds. The control
+/// socket's time limit for the head of a request runs for up to ten seconds after the statistics
+/// were read.
 const SETTLE_TIME: Duration = Duration::from_secs(12);
 
 /// Waits, and then fails if the process or its children use CPU time within three seconds.

@@ -3,8 +3,8 @@
 //!
 //! The suite measures the time from a change until the server notifies the guest, and the time
 //! until the guest has updated its block device. The host takes all times. The server's trace
-//! contains the completion of the event, and the commands by which the guest reacts. The guest
-//! reports changes of its block device on a serial port.
+//! contains the completion of the Asynchronous Event Request, and the commands by which the guest
+//! reacts to the event. The guest reports changes of its block device on a serial port.
 
 use shadowbell_testing::wait::LIMIT;
 use std::fs;
@@ -43,7 +43,7 @@ struct Change {
 
 /// Times of a change that are in the server's trace, measured from the request.
 struct EventTimes {
-    /// Completion of the event.
+    /// Completion of the Asynchronous Event Request that reports the change.
     event: Duration,
     /// Completion of the last command by which the guest reacts to the event.
     reaction: Duration,
@@ -280,8 +280,8 @@ impl SizePoll {
     }
 }
 
-/// The same moment on the monotonic clock and on the wall clock. The wall clock may be adjusted by
-/// some milliseconds during a run, so durations are computed with the monotonic clock.
+/// One moment on two clocks: the monotonic clock and the wall clock. The wall clock may be adjusted
+/// by some milliseconds during a run, so durations are computed with the monotonic clock.
 struct Clocks {
     day: SystemTime,
     steady: Instant,
@@ -340,8 +340,8 @@ impl Records {
         Ok(Self(records))
     }
 
-    /// Times of a change, from the trace records after the change and before `next`, which is the
-    /// time of the next change.
+    /// Times of a change, from the trace records between the change and `next`, the time of the
+    /// next change.
     fn event_times(&self, change: &Change, next: Option<Instant>) -> Result<EventTimes> {
         let since = |at: Instant| at.saturating_duration_since(change.at);
         let is = |record: &Admin, opcode: AdminOpcode| record.opcode == Some(opcode as u64);

@@ -86,7 +86,7 @@ impl Setup {
         workspace::build_for_tests()
     }
 
-    /// Directory of files that are kept between runs.
+    /// Directory for the files that later runs use again.
     pub fn directory(&self) -> &Path {
         self.roots.directory()
     }

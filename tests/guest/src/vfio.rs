@@ -1,5 +1,4 @@
-//! A guest in which programs drive devices through Linux VFIO. The program under test is one of
-//! them.
+//! A guest in which programs, among them the program under test, drive devices through Linux VFIO.
 
 use std::path::PathBuf;
 

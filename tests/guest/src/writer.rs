@@ -12,7 +12,7 @@ use shadowbell_testing::wait::LIMIT;
 
 /// Number of slots of 4 KiB that are overwritten, from the start of the disk.
 pub(crate) const SLOTS: u64 = 2048;
-/// Seed of the patterns, which identifies the writes of this program.
+/// Seed of the patterns. It identifies the writes of this program.
 const SEED: u64 = 0x5bac_ced0;
 /// Number of generation values that each session reserves. A session writes to a slot less often
 /// than this.

@@ -139,8 +139,8 @@ pub struct Field {
     /// Guests that are still attached at the end of the attack. The suite then resets their
     /// controllers.
     pub guests: Vec<Guest>,
-    /// Durations of those resets that the attack itself has measured, in addition to those at its
-    /// end.
+    /// Durations of resets during the attack, as measured by the attack. Resets at the end of the
+    /// attack are added later.
     pub resets: Vec<Duration>,
     /// Number of operations that the attack has completed. Each attack defines what it counts.
     pub done: u64,

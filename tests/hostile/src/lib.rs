@@ -26,7 +26,7 @@
 //!   that serve it, were runnable without a CPU (`served`, from the schedstat of each thread before
 //!   and after each read). On two CPUs the kernel lets a thread wait for 3 to 4 ms while two others
 //!   run; the attack `burn`, which only computes, shows that. The table also has the unadjusted
-//!   latency, and marks bounds that are kept only by the adjustment.
+//!   latency, and marks rows in which only the adjusted latency is within the bound.
 //! * `cpu wait` is the time for which all threads of the server were runnable without a CPU
 //!   during the attack. An attack that keeps two threads of the server busy on two CPUs causes some
 //!   of it, other load of the machine the rest.

@@ -45,7 +45,7 @@ pub(crate) struct Outcome {
     pub refused: u64,
     /// Reason for an early end of the attack.
     pub gave_up: Option<String>,
-    /// Failures that are not exceeded bounds, such as a refused reset.
+    /// Failures other than exceeded bounds, such as a refused reset.
     pub wrong: Vec<String>,
     pub hostile: Option<Kind>,
 }
@@ -187,7 +187,7 @@ fn reset_all(field: &mut Field, outcome: &mut Outcome) {
     outcome.reset = resets.into_iter().max();
 }
 
-/// Runs the attack again and sends SIGTERM meanwhile.
+/// Runs the attack once more, and sends SIGTERM to the server during the attack.
 fn end_under_attack(
     server: &mut Server,
     attack: &Attack,

@@ -26,15 +26,15 @@ const HONEST: u32 = 3;
 /// thread, which may sleep or poll.
 const HONEST_FLOOR: Duration = Duration::from_micros(30);
 
-/// Strictness of the bounds on times. Lost reads, a server that does not end, memory growth and log
-/// rate have the same bounds in both cases.
+/// Strictness of the bounds on times. The bounds on lost reads, on the end of the server, on memory
+/// growth and on the log rate are the same in both variants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Strictness {
     /// The bounds, for a measurement on a machine without other load.
     Measured,
     /// [`LENIENT`] times the bounds, and no bound on the median. `cargo xtask test` may run a
     /// program of the dev profile on two busy CPUs. A server that waits for its peers is delayed by
-    /// seconds, and exceeds even these bounds; a wait for a CPU is shorter.
+    /// seconds, and exceeds even these bounds. Waits for a CPU are shorter, and do not exceed them.
     Tested,
 }
 

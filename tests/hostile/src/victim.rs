@@ -44,7 +44,8 @@ pub struct Seen {
     /// serve the read were runnable without a CPU.
     pub served_p99: Duration,
     pub served_longest: Duration,
-    /// Longest read of a register, which the reactor serves, and the same without waits for a CPU.
+    /// Longest latency of a register read, and the same without waits for a CPU. The reactor serves
+    /// these reads.
     pub register: Duration,
     pub served_register: Duration,
     /// True if a read was lost.

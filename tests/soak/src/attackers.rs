@@ -19,7 +19,7 @@ const PAUSE: Duration = Duration::from_millis(250);
 /// Attacks that are left out, because they need a FUSE file system.
 const EXCLUDED: [&str; 2] = ["fuse-doorbell", "fuse-map"];
 /// Attacks for which the attacker uses gigabytes of memory or thousands of descriptors. Only one
-/// attacker runs such an attack at a time, because the machine has no memory for more.
+/// attacker runs one of these attacks at a time, because the machine has no memory for more.
 const ONE_AT_A_TIME: [&str; 4] = ["page-tables", "punch-holes", "big-unmap", "irq-waiters"];
 
 /// Disk of an attacker's controller.
@@ -112,7 +112,7 @@ impl Attacker {
             counters.record_aborted(format!("{}: {error:#}", attack.name));
         }
         field.resets.iter().for_each(|time| counters.record_reset(*time));
-        // The reset of a guest that was disconnected fails, which is no error here.
+        // The reset of a guest that was disconnected fails. This is no error here.
         for guest in &mut field.guests {
             if let Ok(time) = guest.reset() {
                 counters.record_reset(time);

@@ -89,7 +89,7 @@ pub(crate) fn work(
 }
 
 /// Waits until each client has received twice as many completions as it keeps commands in flight.
-/// Then all commands in flight were submitted after the call.
+/// Then all commands in flight were submitted after this function was called.
 ///
 /// # Errors
 ///

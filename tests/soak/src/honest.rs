@@ -154,8 +154,8 @@ impl HonestGuest {
         self.push(written, first, false)?;
         self.push(before, second, true)?;
         self.push(long_ago, third, true)?;
-        // The generation may be set before the write has completed, because neither read of this
-        // turn is of the written slot.
+        // The generation may be set before the write has completed, because the two reads of this
+        // turn read other slots.
         if let Some(slot) = self.generations.get_mut(written as usize) {
             *slot = generation;
         }

@@ -40,11 +40,10 @@ const LINE_INTERVAL: Duration = Duration::from_secs(10);
 const MIN_SERVED: Duration = Duration::from_millis(60);
 // Random part of the time before a kill.
 const MAX_RANDOM_DELAY: Duration = Duration::from_millis(140);
-/// Maximum of the random time between a kill and a second kill, which is for the next server
-/// process.
+/// Maximum of the random time between a kill and a second kill (of the next server process).
 const MAX_SECOND_KILL_DELAY: Duration = Duration::from_millis(60);
-/// One in this many kills uses a signal other than SIGKILL, and one in this many is followed by a
-/// kill of the next server process.
+/// Ratio of all kills to those with a signal other than SIGKILL, and to those that are followed by
+/// a kill of the next server process.
 const OTHER_SIGNAL_EVERY: u64 = 12;
 const DOUBLE_KILL_EVERY: u64 = 8;
 /// Number of disk types.

@@ -36,7 +36,7 @@ pub(crate) struct Pace {
     /// Pause after the completion of all commands in flight, before new ones are submitted. If it
     /// is zero, the client submits a new command after each completion.
     pub(crate) rest: Duration,
-    /// One in this many commands is a flush; 0: none.
+    /// Ratio of all commands to flushes; 0 for no flushes.
     pub(crate) flush_every: u64,
 }
 

@@ -1,5 +1,5 @@
-//! `cargo xtask soak neighbours`: one server with hundreds of controllers, one in eight of which
-//! belongs to an attacker.
+//! `cargo xtask soak neighbours`: one server with hundreds of controllers. An eighth of them
+//! belongs to attackers.
 
 use shadowbell_testing::wait::LIMIT;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ use shadowbell_harness::Report;
 use shadowbell_hostile::server::{LogReader, Server, Setup};
 use shadowbell_hostile::watch::{Usage, usage};
 
-/// One in this many controllers belongs to an attacker.
+/// Ratio of all controllers to those of attackers.
 const HOSTILE: usize = 8;
 /// Number of threads that run the honest guests.
 const DRIVERS: usize = 4;

@@ -1,7 +1,7 @@
 //! Model of a disk whose server may be killed at any moment.
 //!
 //! A disk is divided into slots of some blocks. Each slot is written again and again, so that a
-//! stale write, which is executed late, would overwrite newer data. A slot has at most one write in
+//! write that is executed too late would overwrite newer data. A slot has at most one write in
 //! flight, and any number of reads. A read must return, for each block, the last write that was
 //! acknowledged before the read was submitted, or a later one.
 
@@ -84,7 +84,7 @@ pub(crate) struct SlotMap {
     persistence: Persistence,
     slots: Vec<SlotState>,
     random: Random,
-    /// One in this many commands is a flush; 0: none.
+    /// Ratio of all commands to flushes; 0 for no flushes.
     flush_every: u64,
     since_flush: u64,
 }

@@ -22,9 +22,9 @@ pub(crate) enum DiskKind {
     Memory,
     Null,
     Qcow2,
-    /// A namespace of another server, which the soak does not kill.
+    /// A namespace of another server. The soak does not kill that server.
     VfioUser,
-    /// An export of an NBD server, which the soak does not kill.
+    /// An export of an NBD server. The soak does not kill that server.
     Nbd,
 }
 

@@ -1,4 +1,5 @@
-//! `cargo xtask soak wakeups`: exports of one disk, whose clients would notice a lost wakeup.
+//! `cargo xtask soak wakeups`: exports of one disk. The clients of the exports would notice a lost
+//! wakeup.
 //!
 //! Each client has one request in flight, so nothing else ends the sleep of a thread that misses
 //! its completion. In the first half of the time, two NBD clients share the disk with VMs that

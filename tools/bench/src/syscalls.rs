@@ -92,8 +92,8 @@ fn is_traced(pid: u32) -> Result<bool> {
 }
 
 /// Number of system calls of the threads whose names begin with `thread`. A line is `123<name>
-/// call(...) = 0`. If a line of another thread interrupts a call, the second part of the call is
-/// not counted.
+/// call(...) = 0`. If a line of another thread interrupts the line of a system call, its second
+/// part is not counted.
 fn calls(trace: &str, thread: &str) -> u64 {
     let of_thread = |line: &&str| {
         line.split_once('<').is_some_and(|(id, rest)| {

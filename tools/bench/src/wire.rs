@@ -292,8 +292,8 @@ pub(crate) fn line_time(cpus: [usize; 2], rounds: u32) -> Result<f64> {
     )
 }
 
-/// Runs one function on each CPU. Returns the result of the second one. `stopped` ends the other
-/// function if one cannot start.
+/// Runs one function on each CPU. Returns the result of the second function. If one function cannot
+/// start, `stopped` ends the other.
 fn pair<T: Send>(
     cpus: [usize; 2],
     stopped: &AtomicBool,
@@ -362,7 +362,8 @@ mod tests {
 
     #[test]
     fn invalid_parameters_are_refused() {
-        // Duration of a measurement, which is refused because of its depth. It is not a time limit.
+        // Duration of a measurement. The measurement is refused because of its parameters. It is
+        // not a time limit.
         let time = Duration::from_millis(1);
         assert!(limit(processors(), 0, TailUpdate::Each, time).is_err());
         assert!(limit(processors(), RING, TailUpdate::Each, time).is_err());

@@ -21,7 +21,8 @@ pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root()).stdin(Stdio::null());
     // Removes the variables that cargo sets for a program that it runs. With them, cargo would run
-    // some build scripts again (that of ring reads them), and compile all dependents again.
+    // some build scripts again (the build script of the crate `ring` reads them), and compile all
+    // dependents again.
     for (name, _) in std::env::vars_os() {
         let bytes = name.as_encoded_bytes();
         if bytes.starts_with(b"CARGO_PKG_") || bytes.starts_with(b"CARGO_MANIFEST_") {

@@ -54,8 +54,8 @@ pub(crate) fn kill(processes: &[Process]) {
     }
 }
 
-/// Kills all processes that have a pipe open, except this one, and returns them. A process may fork
-/// between the search and its kill, so the search is repeated until no process is found.
+/// Kills all processes except the calling one that have a pipe open, and returns them. A process
+/// may fork between the search and its kill, so the search is repeated until no process is found.
 pub(crate) fn kill_holders(pipe_inode: u64) -> Vec<Process> {
     let mut killed: Vec<Process> = Vec::new();
     // The number of searches is limited, because the kernel cannot end a process that waits for a
@@ -96,7 +96,7 @@ pub(crate) fn descendants(ancestor: u32) -> Vec<Process> {
     found
 }
 
-/// Processes, except this one, that have a pipe open.
+/// Processes, except the calling one, that have a pipe open.
 pub(crate) fn holders(pipe_inode: u64) -> Vec<Process> {
     let link = PathBuf::from(format!("pipe:[{pipe_inode}]"));
     let has_open = |pid: &i32| {

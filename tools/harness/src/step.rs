@@ -89,8 +89,8 @@ pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
             let ended = counts.is_some();
             let (passed, failed) = counts.unwrap_or_default();
             report.include(passed, &failed);
-            // A job that has reported failed checks also has a failing exit status, which is not
-            // reported in addition.
+            // A job that has reported failed checks also has a failing exit status. This status is
+            // not reported in addition.
             if !ended || failed.is_empty() && result.is_err() {
                 report.begin(&name);
                 report.check("the program ends with a summary", |_| -> Result<()> {
@@ -139,8 +139,8 @@ fn run(
     let inode = rustix::fs::fstat(&output).context("the output")?.st_ino;
     command.stdin(Stdio::null()).stdout(end.try_clone().context("a pipe")?).stderr(end);
     let child = command.spawn();
-    // The value `command` contains a copy of the writing end of the pipe, which would keep the pipe
-    // open.
+    // The value `command` contains a copy of the writing end of the pipe. This copy would prevent
+    // the end of file at the reading end.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.with_context(|| command.get_program().display().to_string())?;
     let (sender, lines) = channel();

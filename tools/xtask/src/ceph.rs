@@ -91,7 +91,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
             Ok(())
         });
     }
-    // This test comes last, because it kills an OSD, which leaves a degraded cluster.
+    // This test comes last, because it kills an OSD, and so leaves a degraded cluster.
     let victim = cluster.directory.path().join("run/osd.0.pid");
     let mut deadly = test();
     deadly.env("SHADOWBELL_CEPH_VICTIM", victim).arg("a_writer_survives_a_killed_osd");
@@ -178,7 +178,7 @@ impl Drop for Cluster {
                 && let Some(pid) = Pid::from_raw(pid)
             {
                 // The daemons are killed, because an orderly end would take long: each would wait
-                // for the others. They have no data that must be kept.
+                // for the others. Their data are not needed any more.
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
@@ -192,7 +192,7 @@ fn is_of(pid: i32, directory: &Path) -> bool {
     String::from_utf8_lossy(&line).contains(&*directory.to_string_lossy())
 }
 
-/// A TCP port that is free at the time of the call.
+/// A TCP port that is free at present.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
@@ -212,7 +212,7 @@ fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
         ("osd_objectstore", "memstore"),
         ("memstore_device_bytes", "1073741824"),
         // Without this option, Ceph stores an object that is written at random offsets as many
-        // small pieces, which makes its reads slow.
+        // small pieces, so that reads of the object are slow.
         ("memstore_page_set", "true"),
         ("osd_memory_target", "939524096"),
         ("osd_pool_default_pg_num", "8"),

@@ -155,7 +155,7 @@ fn tests(report: &mut Report) {
 
 /// Runs jobs side by side, each with a directory of its own for control sockets. `shadowbell ctl -s
 /// SOCKET` asks every server in the directory of the sockets. In a common directory it would wake
-/// the servers of other jobs, some of which have to be idle.
+/// the servers of other jobs. Some of these servers have to be idle.
 fn in_own_directories(report: &mut Report, mut jobs: Vec<Job>) {
     let Some(sockets) = report.check("a directory for sockets", |_| Ok(tempfile::tempdir()?))
     else {

@@ -18,9 +18,9 @@ fn a_program_without_descendants_ends_as_it_would_without_the_runner() {
 
 #[test]
 fn an_orphan_that_ends_by_itself_is_waited_for() {
-    // The program ends at once and leaves two orphans. The first one ends when the second one
-    // closes the pipe. The runner must not have an end of the pipe open, because then the first one
-    // would never end.
+    // The program ends at once and leaves two orphans. The first orphan ends when the second orphan
+    // closes the pipe. The runner must not have an end of the pipe open, because then the first
+    // orphan would never end.
     let script = "mkfifo $0.$$; (read line < $0.$$; rm $0.$$) & (: > $0.$$) & exit 0";
     let script = format!("cd {} && {script}", env!("CARGO_TARGET_TMPDIR"));
     assert_eq!(run_alone("300", &script).status.code(), Some(0));

@@ -121,8 +121,8 @@ impl Found {
                 }
                 self.text(at, comment);
             } else {
-                // Help texts of derived command lines are doc comments, which are checked as such.
-                // All other help texts begin after one of these marks.
+                // Help texts of derived command lines are doc comments, and are checked as doc
+                // comments. All other help texts begin after one of the marks in this list.
                 for mark in ["description = \"", "about = \"", "help = \"", "# HELP "] {
                     if let Some((_, text)) = line.split_once(mark) {
                         self.first_line(at, text);

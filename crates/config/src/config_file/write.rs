@@ -182,7 +182,7 @@ fn controller(requested: &SocketConfig) -> ControllerTable {
     }
 }
 
-/// Disks of a controller, without the namespaces of its pool, which the index of the pool lists.
+/// Disks of a controller, except the namespaces of its pool: the pool's index lists these.
 fn configured_disks(config: &ControllerConfig) -> Vec<DiskConfig> {
     let is_of_pool = |disk: &&DiskConfig| {
         config.pool.as_ref().is_some_and(|spec| pool_disks::belongs_to(spec, disk))

@@ -1,8 +1,8 @@
 //! Index of a pool's namespaces: one small file of two slots ([`AbSlots`]).
 //!
 //! A new state overwrites the slot of the older one. Both slots are allocated when the pool is
-//! created. An update therefore succeeds on a full file system, and it creates and renames no file,
-//! which the sandbox would forbid.
+//! created. An update therefore succeeds on a full file system. It creates and renames no file,
+//! because the sandbox would forbid that.
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{PoolNamespace, PoolState, SanitizePhase, SanitizeStatus};

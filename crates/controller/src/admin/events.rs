@@ -2,7 +2,7 @@
 //!
 //! A host keeps some Asynchronous Event Requests outstanding, and an event completes one of them.
 //! Further events of the same type are masked until the host has read the event's log page (Base
-//! 2.1, 5.1.2 "Asynchronous Event Request command"), which bounds the number of events.
+//! 2.1, 5.1.2 "Asynchronous Event Request command"). This masking bounds the number of events.
 
 use super::MAX_EVENT_REQUESTS;
 use crate::saved::{SavedEvent, SavedEvents};
@@ -24,7 +24,7 @@ const MAX_PENDING: usize = 16;
 pub(crate) struct Completion {
     /// Command identifier of the request.
     pub(crate) cid: u16,
-    /// Dword 0: the event.
+    /// Dword 0: type, information and log page of the event.
     pub(crate) dw0: u32,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct AsyncEvents {
 
 impl AsyncEvents {
     /// Adds an Asynchronous Event Request. If an event is pending, returns the completion of the
-    /// oldest outstanding request, which is not necessarily the new one.
+    /// oldest outstanding request. That is not necessarily the new request.
     ///
     /// # Errors
     /// Asynchronous Event Request Limit Exceeded.

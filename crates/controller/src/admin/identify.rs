@@ -36,8 +36,8 @@ use zerocopy::{FromBytes, IntoBytes};
 pub(crate) const VERSION: Vs = Vs::V2_0;
 /// Controller identifier of the only controller of an NVM subsystem.
 pub(crate) const CNTLID: u16 = 1;
-/// RTD3 Entry Latency: maximum duration of a normal shutdown, which ends with a flush of all disks.
-/// 5 seconds is the default of Linux, which logs any other value as unusual.
+/// RTD3 Entry Latency: maximum duration of a normal shutdown, including the flush of all disks. The
+/// value is the default of Linux, 5 seconds. Linux logs any other value as unusual.
 pub(crate) const SHUTDOWN_MICROSECONDS: u32 = 5_000_000;
 /// Namespace Attributes: currently write protected.
 const NSATTR_WRITE_PROTECTED: u8 = 1;
@@ -73,7 +73,7 @@ impl Identity {
         (*sn, *mn, *subnqn)
     }
 
-    /// Controllers of the subsystem, which share all namespaces.
+    /// Identifiers of all controllers of the subsystem. They share all namespaces.
     fn controllers(&self) -> Vec<u16> {
         self.member.as_ref().map_or_else(|| vec![CNTLID], |member| member.controllers())
     }
@@ -163,8 +163,8 @@ pub(super) fn invalid_namespace() -> Status {
 
 /// Finds namespace `nsid`. Returns `None` if the NSID is valid and inactive.
 ///
-/// NSID FFFFFFFFh is refused. It requests the common properties of all namespaces, which only a
-/// controller with Namespace Management reports.
+/// NSID FFFFFFFFh is refused: it requests the common properties of all namespaces, and only a
+/// controller with Namespace Management reports these.
 fn find(nsid: u32, namespaces: &Namespaces) -> Result<Option<&Namespace>, Status> {
     if nsid == 0 || nsid > namespaces.highest() {
         return Err(invalid_namespace());
@@ -265,8 +265,8 @@ fn controller(config: &Config) -> IdentifyController {
 }
 
 fn nvm_controller(guarantees: &Guarantees) -> IdentifyNvmController {
-    // Without WZSL, hosts limit Write Zeroes to MDTS. The controller has no such limit: a command
-    // may have up to 65536 blocks.
+    // Without WZSL, hosts limit Write Zeroes to MDTS. The controller does not have this limit: a
+    // command may have up to 65536 blocks.
     let pages = (guarantees.zeroes / 4096).max(1);
     IdentifyNvmController {
         wzsl: pages.ilog2() as u8,

@@ -199,7 +199,7 @@ impl Health {
 pub(crate) struct ChangedList(BTreeSet<u32>);
 
 impl ChangedList {
-    /// Adds a changed namespace. Called before the event is raised.
+    /// Adds a changed namespace. Called before the event Namespace Attribute Changed is raised.
     pub(crate) fn insert(&mut self, nsid: u32) {
         self.0.insert(nsid);
     }
@@ -598,8 +598,8 @@ impl ReservationLog {
         self.notices.retain(|(_, _, of)| *of != nsid);
     }
 
-    /// Snapshot of masks and notifications, to which the Host Identifier `host` and the ANA states
-    /// `ana` are added.
+    /// Snapshot of masks and notifications, completed by the Host Identifier `host` and the ANA
+    /// states `ana`.
     pub(crate) fn save(&self, host: Vec<u8>, ana: SavedAna) -> SavedSharing {
         let masks = self.masks.iter().map(|(nsid, mask)| (*nsid, *mask)).collect();
         let notices = self.notices.iter().copied().collect();

@@ -52,7 +52,7 @@ const fn firmware_revision() -> [u8; 8] {
 /// Divisor of the CPU time that a controller's admin commands may use in the long term: a fifth of
 /// one CPU.
 const CPU_SHARE_DIVISOR: u32 = 5;
-/// CPU time of a full budget, which commands can use without delay after an idle time.
+/// CPU time of a full budget. After an idle time, commands can use this much without delay.
 const BURST: Duration = Duration::from_millis(50);
 /// CPU time that must be available again before a controller with an exhausted budget resumes.
 const REFILL: Duration = Duration::from_millis(2);

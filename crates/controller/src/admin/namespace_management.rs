@@ -101,7 +101,7 @@ fn create(wanted: &NamespaceToCreate) -> Result<(u64, BlockFormat), Status> {
 }
 
 /// Decodes and checks Namespace Attachment. `cntlid` is the identifier of the controller that
-/// processes the command, which is the only controller of the subsystem.
+/// processes the command. It is the only controller of the subsystem.
 ///
 /// # Errors
 /// The completion status of the command.
@@ -247,8 +247,8 @@ pub(crate) fn format(
         return Err(Status::INVALID_FIELD.with_dnr());
     }
     let nsids = if sqe.nsid == NSID_ALL {
-        // The command formats all attached namespaces, which is impossible for namespaces outside
-        // the pool.
+        // The command formats all attached namespaces, but namespaces outside the pool cannot be
+        // formatted.
         if given {
             return Err(Status::OPERATION_DENIED.with_dnr());
         }

@@ -17,8 +17,8 @@ pub(crate) fn capabilities() -> Sanicap {
 }
 
 /// Decodes and checks a Sanitize command. `given` is true if the controller has namespaces outside
-/// the pool. The command is then refused, because it would have to erase these too, which the host
-/// may not do.
+/// the pool. The command is then refused: it would have to erase these namespaces too, and the host
+/// must not erase them.
 ///
 /// # Errors
 /// The completion status of the command.

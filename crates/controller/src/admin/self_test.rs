@@ -19,7 +19,8 @@ use zerocopy::{FromBytes, IntoBytes};
 /// Time limit of an extended operation. It is below EDSTT, the time after which the host expects a
 /// result.
 const EXTENDED_TIME: Duration = Duration::from_secs(60 * (EXTENDED_MINUTES as u64 - 2));
-/// Time limit of a short operation, which should take less than two minutes.
+/// Time limit of a short operation. According to the specification, it should take at most two
+/// minutes.
 const SHORT_TIME: Duration = Duration::from_secs(90);
 
 /// Short operation: number of verified pieces per namespace, and bytes per piece.
@@ -135,7 +136,7 @@ impl SelfTest {
         Ok(())
     }
 
-    /// Number of the current operation, to which the results of its pieces refer.
+    /// Number of the current operation. Results of pieces contain the number of their operation.
     pub(crate) fn run(&self) -> u32 {
         self.runs
     }

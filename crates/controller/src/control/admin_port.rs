@@ -44,7 +44,7 @@ pub(crate) enum Outcome {
 #[derive(Debug)]
 pub(crate) struct Data {
     pub(crate) bytes: Vec<u8>,
-    /// Transfer length of the command, which may exceed the length of `bytes`.
+    /// Transfer length of the command. It may exceed the length of `bytes`.
     pub(crate) len: usize,
     /// Dword 0 of the completion.
     pub(crate) dw0: u32,

@@ -476,7 +476,8 @@ impl Control {
     }
 
     /// Marks all completion queues and the EventIdx page as dirty, because writes to them do not
-    /// use a view with a log. Must be called before such a queue or page is removed.
+    /// use a view with a log. Must be called before a completion queue or the EventIdx page is
+    /// removed.
     pub(super) fn log_queues(&self) {
         let Some(log) = self.memory.log() else { return };
         for (iova, entries) in self.queues.completion_queues() {

@@ -102,7 +102,7 @@ impl Lifecycle {
 pub(super) enum Step {
     /// No quiesce is requested.
     Running,
-    /// Quiesce requested: no admin command is started, and those in flight end.
+    /// Quiesce requested: no admin command is started, and admin commands in flight end.
     Requested,
     /// Queues are leaving their I/O threads.
     Leaving,

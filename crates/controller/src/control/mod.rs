@@ -82,7 +82,7 @@ pub(crate) struct Standing {
 }
 
 /// Control plane of a controller. `SavedControl` contains the part of its state that survives the
-/// process. The next process rebuilds the rest from that part.
+/// process. The next process rebuilds the rest of the state from `SavedControl`.
 pub(crate) struct Control {
     registers: Registers,
     lifecycle: Lifecycle,

@@ -54,7 +54,7 @@ pub enum NamespaceError {
     Frozen,
 }
 
-/// Callback of a namespace change, which gets the result.
+/// Callback for the end of a namespace change. It gets the result of the change.
 pub(crate) type ChangeCallback = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
 
 /// Namespace change in progress.

@@ -11,10 +11,11 @@
 //!
 //! Changes of ANA states, and their event. Base 2.1, 8.1.1.
 //!
-//! A change has three steps. First the log page is updated, so that a host finds the reason for a
-//! refused command there. Then the event is raised. Then the I/O threads get the new state.
-//! Commands in flight end normally, because all controllers share the medium. Commands that are
-//! fetched afterwards are executed or refused according to the new state.
+//! A change has three steps. First the ANA log page is updated, so that it contains the reason when
+//! a host's command is refused. Then the event Asymmetric Namespace Access Change is raised. Then
+//! the I/O threads get the new state. Commands in flight end normally, because all controllers
+//! share the medium. Commands that are fetched afterwards are executed or refused according to the
+//! new state.
 //!
 //! # Reservations
 //!
@@ -199,8 +200,8 @@ impl Control {
         }
     }
 
-    /// Ends the change of a namespace. All I/O threads have handled it. If one of them could not
-    /// open the disk, the change is undone first.
+    /// Ends the change of a namespace after all I/O threads have handled it. If an I/O thread could
+    /// not open the disk, undoes the change first.
     pub(super) fn namespace_changed(
         &mut self,
         cx: &Context,

@@ -69,7 +69,7 @@ impl Registers {
     }
 
     /// Ends a Controller Level Reset. CC keeps the value that the host wrote, and AQA, ASQ and ACQ
-    /// are kept as well (Base 2.1, 3.7.2).
+    /// keep their values as well (Base 2.1, 3.7.2).
     pub(super) fn reset(&mut self) {
         self.csts = Csts::new();
         self.intms = 0;

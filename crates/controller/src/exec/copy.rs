@@ -32,8 +32,8 @@ const BUFFERS: usize = 4;
 /// Bytes per buffer: the data, and metadata of up to 64 bytes per block of 512 bytes.
 const BUFFER: usize = COPY_BYTES + COPY_BYTES / 8;
 
-/// Copy descriptor formats that need no enabling by the host: 0h and 1h, which have no source NSID.
-/// Bit n stands for format n.
+/// Copy descriptor formats that the host need not enable: 0h and 1h (without a source NSID). Bit n
+/// stands for format n.
 pub(super) const ALWAYS_ENABLED: u16 = 1 << 0 | 1 << 1;
 
 /// Source range, in bytes of the disk.

@@ -37,9 +37,9 @@ const SHORT_LOCATIONS: u64 = 4;
 /// Upper bound of memory locations that a command's PRP or SGL list occupies. It also applies to
 /// commands that fail.
 pub(super) const MAX_LOCATIONS: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
-/// Limit of in-flight memory pieces that had no page table when they were submitted. Such pieces of
-/// requests in flight can create page tables even after a reclaim, so the number of pieces is
-/// bounded.
+/// Limit of in-flight memory pieces that had no page table when they were submitted. An access to
+/// such a piece creates a page table, even after a reclaim has freed excess page tables. So the
+/// number of these pieces is bounded.
 const MAX_NEW_SPANS: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
@@ -93,7 +93,7 @@ pub(crate) struct Engine {
     /// Tag of the last command that was [pending](Started::Pending).
     pub(super) last_tag: u32,
     pub(super) scratch: Segments,
-    /// Emptied segment lists, kept to reuse their allocations.
+    /// Empty segment lists, for reuse of their allocations.
     pub(super) pooled_lists: Vec<Segments>,
     pub(super) copies: Copies,
     /// Copy descriptor formats that the host has enabled: bit n for format n.
@@ -512,7 +512,8 @@ impl Engine {
         }
     }
 
-    /// Keeps a segment list for reuse, emptied, unless it is large or enough lists are kept.
+    /// Empties a segment list and stores it for reuse, unless it is large or enough lists are
+    /// stored.
     fn recycle(&mut self, mut data: Segments) {
         if data.room() <= POOLED_CAPACITY && self.pooled_lists.len() < MAX_POOLED {
             data.clear();
@@ -707,7 +708,7 @@ fn cancel_request(
 /// Attach, detach and change of namespaces while commands are in flight.
 impl Engine {
     /// Replaces the namespace at `index` by `new`, or removes it. If there was a namespace, its
-    /// disk queue moves to the list of draining queues. Returns its place there, for
+    /// disk queue moves to the list of draining queues. Returns the queue's index in this list, for
     /// [`take_drained`](Self::take_drained).
     ///
     /// Requests in flight continue on the old disk. Requests that were not submitted yet go to the

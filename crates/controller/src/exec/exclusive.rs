@@ -8,8 +8,8 @@
 //! several machines share, another machine may write between the Compare and the Write. A disk with
 //! an atomic compare-and-write request ([`Queue::compares_and_writes`]) prevents this: after a
 //! successful Compare, the controller submits the atomic request instead of the Write. The request
-//! does not support metadata, zones and uncorrectable blocks. On namespaces with one of these, a
-//! plain Write follows the Compare.
+//! does not support metadata, zones and uncorrectable blocks. On a namespace with any of these
+//! features, a plain Write follows the Compare.
 //!
 //! If the atomic request finds different blocks, another user has written in between. Then the
 //! Compare ends with Compare Failure and the Write with Command Aborted due to Failed Fused
@@ -339,8 +339,8 @@ impl Engine {
             // control plane has recorded the changed blocks.
             self.exclusive.pending_decisions.push(end);
         } else {
-            // The decision about the first command of a pair comes last, because it implies that of
-            // the second command.
+            // The decision about the first command of a pair comes last, because it implies the
+            // decision about the second command.
             self.exclusive.decided.push(end);
         }
     }

@@ -3,12 +3,12 @@
 //!
 //! Three kinds of commands need exclusive execution. A fused Compare and Write is atomic with
 //! respect to all other commands (NVM 1.1, "Compare and Write"). Write Uncorrectable changes the
-//! list of uncorrectable blocks, and so does a write to such blocks; every I/O thread has a copy of
-//! this list. All three are rare, so they may be slow. An I/O thread parks such a command and
-//! notifies the control plane. The control plane stops fetching on all I/O threads and waits until
-//! nothing is in flight. Then one thread after the other executes its parked commands, one command
-//! at a time (module `control`). The I/O threads hold the completions until the control plane has
-//! recorded the changes.
+//! list of uncorrectable blocks, and so does a write to uncorrectable blocks; every I/O thread has
+//! a copy of this list. All three are rare, so they may be slow. An I/O thread parks a command of
+//! these kinds and notifies the control plane. The control plane stops fetching on all I/O threads
+//! and waits until nothing is in flight. Then one thread after the other executes its parked
+//! commands, one command at a time (module `control`). The I/O threads hold the completions until
+//! the control plane has recorded the changes.
 //!
 //! # Crash recovery
 //!
@@ -213,7 +213,7 @@ impl Exclusive {
 
 /// Consequence of uncorrectable blocks for a command.
 pub(super) enum Marked {
-    /// No consequence: no such blocks are affected, or the command is in exclusive execution.
+    /// No consequence: the command affects no uncorrectable blocks, or is in exclusive execution.
     No,
     /// The command requires exclusive execution.
     Park,

@@ -1,7 +1,7 @@
 //! In-flight table: commands, and the disk requests that a command consists of.
 //!
 //! The module also contains the tables of reservation commands and of Zone Append commands in
-//! flight. The latter stores the written LBA, which the completion contains.
+//! flight. The table of Zone Append commands stores the written LBA for the completion.
 
 use crate::notice::Latch;
 use crate::queue::Permit;

@@ -113,7 +113,7 @@ impl MultiStepCommand {
                     self.left += 1;
                     let owner = Owner::Part { parent: self.parent };
                     // `Kind::Verify` makes a disk error a read error. Its byte count is 0, because
-                    // the entry of the command has the bytes.
+                    // the bytes are counted in the entry of the command.
                     let kind = if reading { Kind::Verify(0) } else { Kind::Other };
                     in_flight.insert(tag, InFlight::new(owner, index, kind));
                 }
@@ -334,7 +334,7 @@ fn submit(
     match submit_any(&mut *namespaces[namespace].queue, tag, request, metadata, data) {
         Submitted::Pending => {
             // `Kind::Verify` makes a disk error a read error. Its byte count is 0, because the
-            // entry of the command has the bytes.
+            // bytes are counted in the entry of the command.
             let kind = if reading { Kind::Verify(0) } else { Kind::Other };
             in_flight.insert(tag, InFlight::new(Owner::Part { parent }, namespace, kind));
             Some(())

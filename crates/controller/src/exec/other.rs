@@ -287,8 +287,9 @@ impl Engine {
         }
     }
 
-    /// Starts a command of several requests, which ends with the last of them. If requests fail,
-    /// the first error becomes the status of the command and is reported for block `lba`.
+    /// Starts a command that consists of several requests. The command ends when its last request
+    /// has ended. If requests fail, the first error becomes the status of the command and is
+    /// reported for block `lba`.
     fn begin(
         &mut self,
         (parts, metadata): (Vec<Part>, Option<Metadata>),
@@ -334,7 +335,8 @@ impl Engine {
         namespace.queue.zones()
     }
 
-    /// Checks a Write Zeroes or Verify, which may consist of several requests, against the zones.
+    /// Checks a Write Zeroes or Verify against the zones. The command may consist of several
+    /// requests.
     fn check_zones(&self, op: NvmOpcode, sqe: &Sqe) -> Result<(), Status> {
         let Some(zones) = self.zones_of(sqe.nsid) else { return Ok(()) };
         let index = index_of(&self.namespaces, sqe.nsid)?;
@@ -501,7 +503,7 @@ impl Engine {
     }
 
     /// Submits a Zone Append. The result is always [`Started::Pending`], even if the disk has
-    /// completed the request: the command completes in a later pass, which adds the written LBA.
+    /// completed the request: a later pass completes the command, and adds the written LBA.
     fn append(
         &mut self,
         index: usize,

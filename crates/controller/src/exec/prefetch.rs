@@ -36,7 +36,7 @@ impl Prefetch {
         Self { cursor, known: burst }
     }
 
-    /// Announces the commands that follow the command at `head`, which is command number `done` of
+    /// Announces the commands that follow the command at `head`. That command has number `done` in
     /// the burst. `waiting` returns the number of commands in the queue, from `head` on. The
     /// function is called only near the end of the burst.
     #[inline]

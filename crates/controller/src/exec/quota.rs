@@ -85,8 +85,8 @@ pub(super) mod cost {
         pieces as i64 * PIECE_COST
     }
 
-    /// Cost of a read or write of up to [`SHORT_BYTES`] that a disk completes inline. This upper
-    /// bound is charged for every such command, whatever its size.
+    /// Cost of a read or write of up to [`SHORT_BYTES`] that a disk completes inline. All these
+    /// commands are charged the same upper bound, whatever their size.
     pub(crate) const SHORT_COST: i64 = 300;
     /// Maximum size of a short read or write, in bytes.
     pub(crate) const SHORT_BYTES: u64 = 8192;

@@ -105,8 +105,8 @@ impl Engine {
         }
         match submitted {
             Submitted::Done(Ok(())) => {
-                // The segments are not cleared: the next command most likely uses the same list
-                // entry and view, which saves reference counting.
+                // The segments are not cleared: most likely, the next command uses the same view of
+                // the host's memory, so the view's reference count does not change.
                 self.count(kind);
                 if SLOW { self.finish_long(request.len, permit) } else { Started::Done(permit) }
             }
@@ -138,8 +138,8 @@ impl Engine {
         let (second, listed) = match len.saturating_sub(first) {
             0 => (None, 0),
             left if left <= page => (Some(sqe.prp2()), 0),
-            // The further pages are in a PRP list, which is not read again: each page counts as
-            // new.
+            // The addresses of the further pages are in a PRP list. The list is not read again, so
+            // each page counts as new.
             left => (Some(sqe.prp2()), left.div_ceil(page) as usize),
         };
         let places = std::iter::once(sqe.prp1()).chain(second);
@@ -223,7 +223,7 @@ impl Engine {
         Started::DoneLong(permit)
     }
 
-    /// Registers a request of `bytes` bytes, which is now in flight on a disk.
+    /// Registers a request of `bytes` bytes as in flight on a disk.
     pub(super) fn register_in_flight(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.pooled_lists.pop().unwrap_or_default();
         self.last_tag = tag;

@@ -59,7 +59,7 @@ use overrides::FaultyControl;
 use std::sync::Arc;
 
 impl Controller {
-    /// Injects `faults` after this call, instead of those of an earlier call. [`Faults::default`]
+    /// Injects `faults` from now on, instead of the faults of an earlier call. [`Faults::default`]
     /// ends the injection. Faults that have already happened keep their effect.
     pub fn inject(&self, faults: Faults) -> Injected {
         let injector = Arc::new(Injector::new(faults));

@@ -13,9 +13,9 @@
 //! Two rules distinguish them:
 //! * The pace of the host's submissions is learnt, too. While the host submits at that pace, it is
 //!   busy and not waiting, and an interrupt would only disturb it.
-//! * At the end of such a run of submissions, fewer completions than the learnt number are left.
-//!   This does not reduce the learnt number, because these completions are added to those that the
-//!   last full interrupt of the same run has announced.
+//! * At the end of a run of submissions at that pace, fewer completions than the learnt number are
+//!   left. This does not reduce the learnt number, because these completions are added to those
+//!   that the last full interrupt of the same run has announced.
 //!
 //! A host also stops submitting occasionally, because of its own interrupts or other load on its
 //! CPU. That looks like the end of a run. So the learnt number drops substantially only after two
@@ -30,11 +30,11 @@ use std::time::{Duration, Instant};
 const MAX_TARGET: u32 = 64;
 /// Number of interrupts between two probes: initial and maximum.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
-/// A run of submissions ends when the host has not submitted for this multiple of its pace (the
-/// usual time between two submissions).
+/// Pause that ends a run of submissions, as a multiple of the host's pace (the usual time between
+/// two submissions).
 const PACES: u32 = 12;
-/// Factor by which the maximum hold time is longer while the host is still submitting, because it
-/// does not wait for completions then.
+/// Factor for the maximum hold time while the host is submitting: a submitting host does not wait
+/// for completions, so its interrupt may be held longer.
 const BUSY: u32 = 2;
 
 /// Maximum hold times of an interrupt.
@@ -189,8 +189,8 @@ impl Moderation {
         self.held = None;
     }
 
-    /// Learns the submission pace, which is possible only while an interrupt is held: then the
-    /// clock is read often enough, and no interrupts disturb the host.
+    /// Learns the submission pace. Only while an interrupt is held, the clock is read often enough,
+    /// and no interrupts disturb the host.
     fn see_submissions(&mut self, now: Instant) {
         if !std::mem::take(&mut self.has_submitted) {
             return;

@@ -93,7 +93,7 @@ pub(super) fn unpack_trying(word: u64, count: u32, death: CauseOfDeath) -> Optio
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RecoveredCommand {
     pub(crate) sqid: u16,
-    /// Number of commands fetched from the same queue before this one.
+    /// Number of commands that were fetched from the same queue before this command.
     pub(crate) count: u32,
     /// Number of consecutive processes that have crashed with the command in flight.
     pub(crate) crashes: u8,
@@ -178,7 +178,7 @@ pub(super) fn unpack_doorbell(word: u64, truth: Truth) -> DoorbellState {
 pub(crate) enum Decision {
     /// The Write of a fused operation is executed: its Compare was equal.
     Begin,
-    /// The fused operation, of which this is the first command, is submitted as one disk request.
+    /// The command is the first of a fused operation that is submitted as one disk request.
     Try,
     /// The command has ended with this status. If it is the second command of a fused operation
     /// that was one disk request, `dw0` is the status of the first command.

@@ -24,10 +24,10 @@
 //! of the submission queue at the time when the completion was posted. If the last step 4 has
 //! counted this completion already, the stored position of the submission queue is ahead of this
 //! head. The commands to execute again are the recorded ones without a completion, and all commands
-//! in the submission queue after its position. The latter may include commands that were executed
-//! inline and whose completions were not posted. The host cannot distinguish a second execution of
-//! these commands from a late execution. If a recorded command comes after the position, it is
-//! fetched again, and its record is ignored.
+//! in the submission queue after its position. Commands after the position may have been executed
+//! inline without a posted completion. The host cannot distinguish a second execution of these
+//! commands from a late execution. If a recorded command comes after the position, it is fetched
+//! again, and its record is ignored.
 //!
 //! The order prevents these errors. With step 3 before step 2, a command could be lost. With step 5
 //! before step 3, a completed command could be executed again and overwrite newer data. With step 5
@@ -44,9 +44,9 @@
 //! # Commands that crash the process
 //!
 //! A command may be the cause of a crash. Its record contains the number of processes that have
-//! crashed with the command in flight. A command without a record may also be the cause. Such a
-//! command belongs to the burst of commands that begins at the stored position. So after a crash by
-//! a fault, the next process fetches the commands of that burst one at a time. Before the start of
+//! crashed with the command in flight. A command without a record may also be the cause. It then
+//! belongs to the burst of commands that begins at the stored position. So after a crash by a
+//! fault, the next process fetches the commands of that burst one at a time. Before the start of
 //! each command, the process [stores](JournalPart::store_trying) the command's number.
 //! `worker::recovery` evaluates records and numbers.
 
@@ -208,7 +208,7 @@ impl JournalPart {
         })
     }
 
-    /// Records the command of request `tag`, which is in flight: number `count` of queue `sqid`.
+    /// Records a command in flight: the command of request `tag`, number `count` of queue `sqid`.
     #[inline]
     pub(crate) fn record(&mut self, tag: u32, sqid: u16, count: u32, sqe: &Sqe) {
         self.record_as(tag, key(self.generation, sqid, count), sqe);
@@ -251,7 +251,8 @@ impl JournalPart {
     #[inline]
     pub(crate) fn free(&mut self, slot: u32) {
         self.records.free(slot);
-        // Spare slots (see `record_recovered_at`) are used only once, so they are not added.
+        // Spare slots (see `record_recovered_at`) are used only once, so they are not added to the
+        // free slots.
         if slot < self.next {
             self.free.push(slot);
         }
@@ -280,8 +281,8 @@ impl JournalPart {
     }
 
     /// Records the `nth` command that was in flight in a previous process, as not started yet.
-    /// Returns its slot, which is counted from the end of the table, because new records begin at
-    /// the other end.
+    /// Returns the record's slot, a spare slot: recovered commands use the slots from the end of
+    /// the table downwards, and all other records use those from the start upwards.
     pub(crate) fn record_recovered_at(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let slot = (self.records.capacity - 1).saturating_sub(nth) as u32;
         self.records.write(slot, self.key_of(command) | WAITS, &command.sqe);
@@ -301,14 +302,16 @@ impl JournalPart {
         self.records.write(slot, self.key_of(command), &command.sqe);
     }
 
-    /// Stores that command `count` of a submission queue is started next, one at a time, and that
-    /// `crashes` processes have crashed with it.
+    /// Stores that command `count` of a submission queue is started next, that the commands of this
+    /// queue are started one at a time, and that `crashes` processes have crashed with this command
+    /// in flight.
     pub(crate) fn store_trying(&self, qid: u16, count: u32, crashes: u8) {
         self.store(qid, TRYING, pack_trying(count, crashes, false));
     }
 
-    /// Stores that `crashes` processes have crashed with command `count`, which is not started yet.
-    /// If this process crashes before the start, this command is not the cause.
+    /// Stores that `crashes` processes have crashed with command `count` in flight, and that the
+    /// command is not started yet. If this process crashes before the start, the command is not the
+    /// cause.
     pub(crate) fn store_suspect(&self, qid: u16, count: u32, crashes: u8) {
         self.store(qid, TRYING, pack_trying(count, crashes, true));
     }
@@ -318,8 +321,7 @@ impl JournalPart {
         self.store(qid, TRYING, 0);
     }
 
-    /// Stores the position of a submission queue, and the number of completions that were posted
-    /// before.
+    /// Stores the position of a submission queue, and the number of completions posted so far.
     #[inline]
     pub(crate) fn store_sq(&self, qid: u16, position: Position, completions: u64) {
         self.store(qid, SQ_COVERS, layout::pack_covers(position.at, completions));
@@ -414,9 +416,9 @@ impl RecoveredJournal {
         (position, unpack_doorbell(self.word(qid, CQ_DOORBELL), position.truth))
     }
 
-    /// Processes completion number `nth` of its queue, which the dead process has posted: removes
-    /// the command's record, and advances `position` of the submission queue, which has `size`
-    /// entries.
+    /// Processes a completion that the dead process has posted, number `nth` of its completion
+    /// queue: removes the command's record, and advances `position` of the submission queue of
+    /// `size` entries.
     pub(crate) fn posted(&mut self, cqe: &Cqe, nth: u64, size: RingSize, position: &mut Position) {
         let word = self.word(cqe.sq_id, SQ_COVERS);
         // If the stored position covers the completion, the position may be ahead of the head in

@@ -221,8 +221,8 @@ impl AdminQueue {
         Ok(sqe)
     }
 
-    /// Releases the completion entry of the last fetched command, which may stay in flight forever,
-    /// such as an Asynchronous Event Request.
+    /// Releases the reserved completion entry of the last fetched command, for commands that may
+    /// stay in flight forever, such as Asynchronous Event Requests.
     pub(crate) fn release_last_permit(&mut self) {
         if let Some(place) = self.permits.pop() {
             self.cq.release(place);

@@ -354,8 +354,8 @@ impl Cq {
         }
     }
 
-    /// Stages a completion without a reserved entry, which may have to wait for room. Used for
-    /// admin commands: an Asynchronous Event Request would otherwise occupy an entry forever.
+    /// Stages a completion without a reserved entry. The completion may have to wait for room. Used
+    /// for admin commands: an Asynchronous Event Request would otherwise occupy an entry forever.
     pub(crate) fn complete_unreserved(&mut self, cqe: Cqe) {
         self.reserved += 1;
         self.staged.push(zerocopy::transmute!(cqe));

@@ -146,8 +146,7 @@ impl Sq {
     #[inline]
     pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) -> Cqe {
         let status = match status.code() {
-            // The abort was not requested by an Abort command, but is part of the deletion of the
-            // queue.
+            // The command was aborted by the deletion of the queue, and not by an Abort command.
             Status::ABORT_REQUESTED if self.stopped => Status::ABORTED_SQ_DELETION,
             _ => status,
         };

@@ -24,8 +24,8 @@ pub struct TraceFile {
     started: Instant,
     /// Flag for each ring: true if the ring is taken by a thread.
     taken: Box<[AtomicBool]>,
-    /// File, and the numbers of the spare rings, for which space is allocated only when they are
-    /// taken.
+    /// File, and the numbers of the spare rings. Space for a spare ring is allocated only when the
+    /// ring is taken.
     file: File,
     spare: Range<u32>,
 }
@@ -39,16 +39,16 @@ impl TraceFile {
     /// An older trace at `path` is replaced.
     ///
     /// # Errors
-    /// An OS error; `AlreadyExists` if another file than a trace is at `path`, which stays
-    /// unchanged; `InvalidInput` if the file would be larger than 1 GiB.
+    /// An OS error; `AlreadyExists` if another file than a trace is at `path` (this file stays
+    /// unchanged); `InvalidInput` if the file would be larger than 1 GiB.
     pub fn create(path: &Path, workers: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
         Self::create_with_spare(path, workers, 0, records_per_worker)
     }
 
     /// Creates the file like [`create`](Self::create), with rings for up to `spare` more threads,
     /// as far as the maximum file size permits. Spare rings are for the threads with the highest
-    /// numbers, which may never start. So the space of a spare ring is allocated when its thread
-    /// takes it.
+    /// numbers: these threads may never start. So the space of a spare ring is allocated when its
+    /// thread takes it.
     ///
     /// # Errors
     /// Those of [`create`](Self::create).
@@ -209,8 +209,9 @@ impl TraceFile {
         Ok(Arc::new(Self { mapping, layout, started, taken, file, spare }))
     }
 
-    /// Takes the ring of I/O thread `index` for writing. `None` if there is no such ring, if it is
-    /// already taken, or if the ring is a spare one and the file system has no space for it.
+    /// Takes the ring of I/O thread `index` for writing. `None` if the file has no ring with this
+    /// index, if the ring is already taken, or if it is a spare ring and the file system has no
+    /// space for it.
     #[must_use]
     pub fn worker(&self, index: u16) -> Option<TraceRing> {
         let index = u32::from(index);

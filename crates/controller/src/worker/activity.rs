@@ -1,9 +1,9 @@
 //! Activity of the I/O threads, for a scanner of commands in flight that sleeps while the process
 //! is idle.
 //!
-//! While all I/O threads sleep, no new command can be in flight, so the scanner may sleep until one
-//! of them wakes. The cost for an I/O thread is one flag that it reads on each wake-up, and nothing
-//! per command.
+//! While all I/O threads sleep, no new command can be in flight, so the scanner may sleep until an
+//! I/O thread wakes. The cost for an I/O thread is one flag that it reads on each wake-up, and
+//! nothing per command.
 
 use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -23,8 +23,8 @@ pub fn wait_for_activity(limit: Duration, is_active: impl FnOnce() -> bool) {
     // The fences here and in `note_wake` order each side's store before its load: either the
     // thread sees the flag, or `is_active` sees that the thread is awake.
     fence(SeqCst);
-    // Called without the lock: the call may drop the last reference to the I/O threads, and these
-    // take the lock.
+    // `is_active` is called without the lock, because it may drop the last reference to the I/O
+    // threads, and these take the lock when they end.
     let is_active = is_active();
     let mut lock = LOCK.lock();
     if !is_active && WAITS.load(SeqCst) {

@@ -134,14 +134,14 @@ pub(super) struct IdlePolicy {
     busy: u32,
     /// Number of consecutive idle passes.
     idle: u32,
-    /// State at the first idle pass of this wait: true if requests were in flight, and the number
-    /// of requests that had ended.
+    /// State at the first idle pass of the current wait: true if requests were in flight, and the
+    /// number of requests that had ended.
     pending: bool,
     ended: u64,
     /// Time of the first idle pass, at most [`PASSES`] passes late.
     since: Instant,
     yield_backoff: YieldBackoff,
-    /// True if another thread wanted the CPU during this wait for a disk.
+    /// True if another thread wanted the CPU during the current wait for a disk.
     crowded: bool,
 }
 
@@ -239,8 +239,8 @@ impl IdlePolicy {
 
     /// Next action after a yield; `crowded` is true if another thread has run.
     fn after_yield(&mut self, crowded: bool) -> Next {
-        // Without a request in flight, the other thread is most likely one of the host, which will
-        // soon submit a command.
+        // Without a request in flight, the thread that has run is most likely a thread of the host,
+        // and will soon submit a command.
         if !crowded || !self.pending {
             return Next::PollAgain;
         }
@@ -249,7 +249,7 @@ impl IdlePolicy {
         Next::Sleep
     }
 
-    /// Polling window of this wait.
+    /// Polling window of the current wait.
     fn width(&self) -> Duration {
         let host = if self.host_polls.is_paused() { Duration::ZERO } else { self.host.window() };
         if !self.pending {

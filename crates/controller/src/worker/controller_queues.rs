@@ -67,8 +67,8 @@ pub(crate) struct ControllerQueues {
     pub(super) opening: Opening,
     /// Pending move to another I/O thread, which happens once nothing is in flight.
     pub(super) departure: Option<Departure>,
-    /// Pending check of the size of the page tables, which was requested after many sparse accesses
-    /// to guest memory. Until it ends, nothing is fetched.
+    /// Pending check of the size of the page tables, requested after many sparse accesses to guest
+    /// memory. Until the check ends, no commands are fetched.
     pub(super) page_table_check: Option<Check>,
     /// Commands that are recovered from a dead process.
     pub(super) recovery: Option<Box<Recovery>>,
@@ -155,10 +155,10 @@ impl ControllerQueues {
         }
     }
 
-    /// Sets an override, which then serves the queues.
+    /// Sets an override: an object that serves the queues instead of the normal code.
     pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
-        // An existing override is kept, because it holds delayed commands. It learns of new faults
-        // itself.
+        // An existing override is not replaced, because it holds delayed commands. It reads new
+        // faults itself.
         self.overriding.get_or_insert(overriding);
     }
 
@@ -722,7 +722,8 @@ impl ControllerQueues {
     }
 
     /// Replaces the DMA map and resolves the queues in the new map. A queue that the new map does
-    /// not contain stops until a later map contains it. The state of shadow doorbells is kept.
+    /// not contain stops until a later map contains it. The state of shadow doorbells does not
+    /// change.
     pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
         self.lost_memory_reported = false;

@@ -15,7 +15,8 @@ use shadowbell_state::{AbortPoint, abort_point};
 pub(super) struct Burst {
     /// Index of the entry that is fetched next.
     pub(super) head: u16,
-    /// Number of commands taken from the ring so far (`done`), of the `fetched` ones in this burst.
+    /// Number of commands of this burst that were taken from the ring so far; `fetched` is the
+    /// number of all commands of the burst.
     pub(super) done: u32,
     pub(super) fetched: u32,
     /// Number of commands in flight or parked.

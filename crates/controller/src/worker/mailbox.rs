@@ -411,7 +411,7 @@ impl Backlog {
         self.order.is_empty()
     }
 
-    /// Adds messages. True if one of them stops the thread.
+    /// Adds messages. Returns true if one of the messages stops the thread.
     pub(super) fn add(&mut self, messages: impl IntoIterator<Item = Message>) -> bool {
         for message in messages {
             if matches!(message, Message::Stop) {

@@ -95,7 +95,7 @@ pub(super) fn trace_poll(
 }
 
 /// Records the completions that were posted since the last call. The entries are read from the
-/// queue in guest memory, where they are not overwritten before the thread posts again.
+/// queue in guest memory. They are not overwritten before the thread posts again.
 #[cold]
 pub(crate) fn trace_posted(trace: &mut Option<Observer>, shared: &ControllerShared, cq: &mut Cq) {
     let Some(ring) = &cq.ring else { return };

@@ -14,8 +14,8 @@
 //!   messages. Only the first writer that sees the controller parked sends a message. Other writers
 //!   need not wait for it, because after its receipt the thread checks all doorbells of the
 //!   controller. (The crate `doorbell` has a model of this protocol: `tests/loom/park.rs`.) A
-//!   doorbell eventfd stays signalled until the thread takes the event, either from its sleep or in
-//!   a periodic check while it is awake.
+//!   doorbell eventfd stays signalled until the thread drains it, either when the eventfd ends the
+//!   thread's sleep, or in a periodic check while the thread is awake.
 //! * *dormant*, if no doorbell write signals new commands. This is so with mapped doorbells, or if
 //!   the thread polls always and has told its hosts that they need no doorbell writes. The thread
 //!   visits dormant controllers in rotation, a few in each pass, and all of them before a sleep.
@@ -44,10 +44,10 @@ const PARK_AFTER: u32 = 8;
 const PARK_AFTER_TIME: Duration = Duration::from_millis(10);
 /// Number of passes between two readings of the clock for [`PARK_AFTER_TIME`].
 const REVIEW: u32 = 1024;
-/// Amount of work, in commands, between two visits of dormant controllers; each visit polls one of
-/// them. The visits take a few percent of the thread's time.
+/// Amount of work, in commands, between two visits of dormant controllers; each visit polls one
+/// dormant controller. The visits take a few percent of the thread's time.
 const DORMANT_CHECK_WORK: u32 = 32;
-/// Amount of work, in commands, that a pass counts by itself for these visits; and number of
+/// Work that each pass counts for [`DORMANT_CHECK_WORK`] in addition to its commands; and number of
 /// consecutive idle passes after which every pass visits a dormant controller, because the thread
 /// is idle anyway.
 const WORK_PER_PASS: u32 = 2;
@@ -59,8 +59,8 @@ const CHECK_AFTER: u32 = 512;
 /// Controller in the poll group.
 pub(super) struct PollEntry {
     pub(super) queues: ControllerQueues,
-    /// Sleep state of the controller, which doorbell writers read. It is asleep while the
-    /// controller is parked.
+    /// Sleep state of the controller: asleep while the controller is parked. Doorbell writers read
+    /// this state.
     sleeper: Sleeper<SleepCell>,
     /// Progress counter of the queues at the last sleep of the thread, and the number of
     /// consecutive sleeps without progress.
@@ -131,8 +131,8 @@ const CHECK_HEADS: u32 = 1 << 12;
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
     pub(super) active: Vec<Box<PollEntry>>,
-    /// Parked controllers by number. A thread may have two entries for the same controller, one of
-    /// them with queues that are being detached, but that one is never parked.
+    /// Parked controllers by number. A thread may have two entries for the same controller. One of
+    /// the two then contains queues that are being detached, and is never parked.
     parked: HashMap<u32, Box<PollEntry>>,
     dormant: VecDeque<Box<PollEntry>>,
     /// True if the thread never sleeps.
@@ -453,7 +453,7 @@ impl PollGroup {
                 if !entry.queues.depart(worker) {
                     entry.queues.retire();
                 }
-                // This drop releases the latches of a detach, which tells the control plane that
+                // This drop releases the latches of a detach. Thus the control plane learns that
                 // nothing accesses guest memory any more.
                 drop(entry);
             }

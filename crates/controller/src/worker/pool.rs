@@ -144,8 +144,9 @@ impl Pool {
 
     /// Creates a pool without threads, for programs with their own event loop and for deterministic
     /// tests. The work of its only I/O thread is done when the caller calls [`Turns::turn`]. Admin
-    /// commands run on the thread that writes the admin doorbell. If one such write starts a series
-    /// of admin commands, the rest of the series runs in the next call of [`Turns::turn`].
+    /// commands run on the thread that writes the admin doorbell. If a write of the admin doorbell
+    /// starts a series of admin commands, the rest of the series runs in the next call of
+    /// [`Turns::turn`].
     ///
     /// The caller decides when to sleep. So `polling` determines only how long interrupts are held.
     ///
@@ -239,7 +240,7 @@ impl Pool {
         *self.0.tracing.file.lock() = Some(Arc::clone(file));
         self.0.tracing.on.store(true, Relaxed);
         for (index, place) in self.0.handles.iter().enumerate() {
-            // If `file` has no ring for a thread, the message contains `None`, which ends an
+            // If `file` has no ring for a thread, the message contains `None`, and so ends an
             // earlier trace of the thread.
             if let Some(handle) = place.get() {
                 handle.mailbox.send(Message::Trace(file.worker(index as u16)));
@@ -247,8 +248,8 @@ impl Pool {
         }
     }
 
-    /// Ends the trace. A thread may still write records until it has handled the message, which can
-    /// be after this call.
+    /// Ends the trace. A thread may still write records until it has handled the message, possibly
+    /// after this method has returned.
     pub fn end_trace(&self) {
         let _spare = self.0.spare.lock();
         self.0.tracing.on.store(false, Relaxed);
@@ -423,12 +424,12 @@ impl Drop for Workers {
     }
 }
 
-/// Work of the I/O thread of a [driven](Pool::driven) pool, which the thread that created the pool
-/// executes.
+/// Work of the I/O thread of a [driven](Pool::driven) pool. The thread that created the pool
+/// executes it.
 ///
 /// Requests of the control plane to the worker (queue creation, release of memory) are also handled
-/// by [`turn`](Self::turn). So the calling thread must not block until such a request has been
-/// handled: that would be a deadlock.
+/// by [`turn`](Self::turn). So the calling thread must not wait for the end of one of these
+/// requests: that would be a deadlock.
 pub struct Turns {
     worker: Worker,
     control: ControlThread,

@@ -109,9 +109,10 @@ impl QueueSet {
         tail
     }
 
-    /// Fetches and starts a single command of a queue, which must have at least one. Before that,
+    /// Fetches and starts a single command of a queue that contains at least one. Before that,
     /// writes to the journal that the command is being started, and that `crashes` processes have
-    /// crashed with it. Returns 0 if there was no room for the command's completion.
+    /// crashed with this command in flight. Returns 0 if there was no room for the command's
+    /// completion.
     pub(crate) fn serve_one(
         &mut self,
         index: usize,
@@ -217,7 +218,7 @@ impl QueueSet {
                         if let Some(journal) = &mut self.journal {
                             // The entry is read from the ring again, so that the compiler can hold
                             // the first copy in registers. The host may have changed the entry in
-                            // between, which is harmless, because recovery validates it.
+                            // between. This is harmless, because recovery validates the entry.
                             let slot = sq.layout.size.back(head, 1);
                             let count = sq.fetched.wrapping_add(done - 1);
                             let tag = self.engine.last_tag();

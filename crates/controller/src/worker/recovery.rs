@@ -1,14 +1,14 @@
 //! Crash recovery of commands in flight, and detection of commands that crash the server process.
 //!
 //! The process after a crash (the second one) executes all commands that have a journal record
-//! again, at the same time. If it crashes as well, one of these commands may be the cause. So the
-//! third process executes them one at a time ([`Turn`]). If it crashes too, the command that was
-//! then in flight is not executed again, but completed with an error. Other commands are not
-//! affected. Commands without a record are fetched again. After a crash, the first burst of each
-//! queue is fetched one command at a time, and the journal contains the command that is being
-//! started. There is an exception: if a disk does not complete a command within [`LONGEST_TURN`],
-//! the next command is started nevertheless. If the process then crashes, the older command counts
-//! as the cause.
+//! again, at the same time. If the second process crashes as well, one of these commands may be the
+//! cause. So the third process executes them one at a time ([`Turn`]). If the third process crashes
+//! too, the command that was then in flight is not executed again, but completed with an error.
+//! Other commands are not affected. Commands without a record are fetched again. After a crash, the
+//! first burst of each queue is fetched one command at a time, and the journal contains the command
+//! that is being started. There is an exception: if a disk does not complete a command within
+//! [`LONGEST_TURN`], the next command is started nevertheless. If the process then crashes, the
+//! older command counts as the cause.
 //!
 //! Only crashes by a fault count ([`CauseOfDeath`](crate::CauseOfDeath)). Kills by an administrator
 //! do not count, because the same commands may be in flight at several kills without being the
@@ -60,7 +60,8 @@ struct Turn<'a> {
     turns: &'a Turns,
     taken: u64,
     /// False if an older command, whose turn has expired, was still in flight at the start of the
-    /// turn. If the process crashes, the older command is suspected instead of this one.
+    /// turn. If the process crashes, the older command is suspected instead of the command that
+    /// holds the turn.
     is_sole: bool,
 }
 
@@ -71,9 +72,10 @@ impl Turn<'static> {
 }
 
 impl Turn<'_> {
-    /// Number of crashes to write to the journal for the command that holds this turn, and that may
-    /// have caused `crashes` crashes so far. If this process crashes, the next one adds 1 to the
-    /// number. So 1 is subtracted here if an older command would be the suspect.
+    /// Number of crashes to write to the journal for the command that holds this turn. `crashes` is
+    /// the number of crashes that the command may have caused so far. If this process crashes, the
+    /// next process adds 1 to the written number. So 1 is subtracted here if an older command would
+    /// be the suspect.
     fn crashes_to_store(&self, crashes: u8) -> u8 {
         crashes.saturating_sub(u8::from(!self.is_sole))
     }
@@ -97,9 +99,9 @@ struct Suspect {
 }
 
 impl Suspect {
-    /// Number of crashes that the command at position `count`, which is about to be started, may
-    /// have caused: at least 1 if it may have been in the queue when the previous process crashed
-    /// by a fault.
+    /// Number of crashes that the command at position `count` may have caused: at least 1 if the
+    /// command may have been in the queue when the previous process crashed by a fault. The command
+    /// is about to be started.
     fn crashes_of(&self, count: u32) -> u8 {
         let was_there = self.queue.is_of_a_fault
             && self.end.is_some_and(|end| end.wrapping_sub(count) as i32 > 0);

@@ -96,8 +96,8 @@ impl Replay {
     }
 }
 
-/// Submission queue whose next commands are started one at a time, because one of them may have
-/// crashed the dead process.
+/// Submission queue whose next commands are started one at a time, because one of these commands
+/// may have crashed the dead process.
 pub(crate) struct SuspectQueue {
     /// Index of the queue.
     pub(crate) sq: usize,

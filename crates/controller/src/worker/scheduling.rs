@@ -24,7 +24,7 @@
 //! memory waits meanwhile. A disk may execute long requests inline. This module detects a
 //! controller with repeated long turns. The controller then moves to an I/O thread of its own.
 //!
-//! A turn also takes long if the kernel preempts the thread, for which the controller is not the
+//! A turn also takes long if the kernel preempts the thread, and then the controller is not the
 //! cause. So the first long turn only starts a watch of the controller. A second long turn is
 //! reported if, during this turn, the thread used that much CPU time itself or blocked.
 

@@ -16,8 +16,8 @@ pub struct Instructions {
     pub hold: bool,
     /// Requests that start at this byte offset fail.
     pub fail_at: Option<u64>,
-    /// Write of another user of the storage, which the disk simulates once, directly after it has
-    /// executed a Compare: the block, and the number that is stored at the start of this block.
+    /// Simulated write by another user of the storage: the block, and the number that is stored at
+    /// the start of this block. The disk executes this write once, directly after a Compare.
     pub after_compare: Option<(u64, u64)>,
     /// True if compare-and-write requests remain held while the disk completes other requests.
     pub hold_both: bool,

@@ -18,7 +18,7 @@ pub struct DoorbellChannel {
     pub watched: AtomicBool,
 }
 
-/// Receiving end of a [`DoorbellChannel`], which the I/O thread polls.
+/// Receiving end of a [`DoorbellChannel`], for the I/O thread, which polls it.
 pub struct ChannelReceiver(Arc<DoorbellChannel>);
 
 impl DoorbellChannel {

@@ -82,10 +82,12 @@ fn doorbell_buffer_configs_are_executed_one_by_one() {
     host.ring(&admin, old);
     host.shadow = Some((shadow, event_idx));
     for cid in 0..30 {
-        // Before the I/O thread's turn, no Doorbell Buffer Config has completed. When the last one
-        // (29) has started, the Identify command (30) is executed and completes before it.
+        // Before the I/O thread's turn, no Doorbell Buffer Config has completed. After the last
+        // Doorbell Buffer Config (29) has started, Identify (30) is executed, and completes before
+        // it.
         assert_eq!(host.reap(&mut admin).map(|done| done.0), (cid == 29).then_some(30));
-        // The I/O thread has one message. The next is sent when this one is handled.
+        // The I/O thread has one message. When it has handled this message, the next message is
+        // sent.
         assert!(turns.turn());
         assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)));
     }

@@ -1,4 +1,5 @@
-//! Asymmetric Namespace Access: two controllers share a namespace, which one of them cannot access.
+//! Asymmetric Namespace Access: two controllers share a namespace, and one controller cannot access
+//! it.
 
 use crate::{common, held, shared};
 use common::{Host, Queue};

@@ -246,8 +246,8 @@ fn completion_room_seen_in_a_pass_prevents_sleep() {
     assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
 }
 
-/// Disabling bus mastering removes all DMA access. Enabling restores the same map, without mapping
-/// each range again, which would take long for a large memory.
+/// Disabling bus mastering removes all DMA access. Enabling restores the same map, and does not map
+/// each range again. For a large memory, that would take long.
 #[test]
 fn dma_is_disabled_and_restored_with_the_same_map() {
     let disk = WritingDisk::default();

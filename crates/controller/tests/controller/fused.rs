@@ -95,8 +95,8 @@ fn a_fused_write_follows_only_an_equal_compare() {
     }
 }
 
-/// Test with a disk that has other users: one of them may write between the Compare and the Write
-/// of a fused operation. So the disk gets an atomic compare-and-write request.
+/// Test with a disk that has other users. Another user may write between the Compare and the Write
+/// of a fused operation, so the disk gets an atomic compare-and-write request.
 #[test]
 fn an_atomic_disk_gets_one_compare_and_write_request() {
     let mut held = Held::new(64);
@@ -192,8 +192,8 @@ fn a_half_without_the_other_is_aborted() {
     let mut queue = host.create(1, 8, false);
     let at = host.alloc(4096);
     let (first, second) = (compare(0, 1).with_prps(at, 0), write(0, 2).with_prps(at, 0));
-    // Each command fails without the other one. The first command does not wait for a second one
-    // that a later doorbell write could announce.
+    // Each of the two commands fails if it is submitted alone. The Compare does not wait for a
+    // Write that a later doorbell write could announce.
     for sqe in [first, second] {
         let (status, _) = host.run(&mut queue, sqe);
         assert_eq!(status.code(), Status::FUSED_MISSING);

@@ -129,7 +129,7 @@ struct State {
     worker: Worker,
 }
 
-/// State of a process, which is lost in a crash.
+/// State of a process that a crash destroys.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Worker {
     number: u8,

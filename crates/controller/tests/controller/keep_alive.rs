@@ -70,7 +70,7 @@ fn a_host_without_a_timer_may_be_silent() {
     assert_eq!(host.admin(Sqe::new(0x18, 0, 0)).0, Status::SUCCESS);
     host.must(timer(3000));
     host.must(timer(0));
-    // Longer than the timeout of the timer, which is disabled.
+    // The timer is disabled. The test sleeps for longer than its former timeout.
     sleep(Duration::from_millis(3300));
     assert!(!host.csts().cfs());
     // The timer does not run during a shutdown.

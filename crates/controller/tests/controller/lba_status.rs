@@ -336,8 +336,8 @@ fn each_disk_type_reports_its_extents() {
     assert_eq!(status(&mut host, 4, query(0, 0, 4096)), Ok((complete, vec![])));
 }
 
-/// Submits a Get LBA Status, and waits until the disk has received the query of its extents, which
-/// it does not answer yet.
+/// Submits a Get LBA Status, and waits until the disk has received the query of its extents. The
+/// disk does not answer the query yet.
 fn stalled(host: &mut Host, gate: &Gate) -> (Queue, u64) {
     gate.stall(true);
     let at = host.alloc(4096);

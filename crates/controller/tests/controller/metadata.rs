@@ -562,8 +562,8 @@ fn copies_check_and_insert() {
         let other = CopyFields { desfmt: desfmt ^ 1, ..copy };
         let refused = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
         assert_eq!(guest.copy(other, &both(5), 0), refused);
-        // The reference tags are copied unchanged. In the destination they are those of other
-        // blocks, so the check fails.
+        // The reference tags are copied unchanged. They do not match the blocks of the destination,
+        // so the check fails.
         let kept = CopyFields { prinfor: ALL, prinfow: ALL, ..copy };
         let kept = CopyFields { apptag: 5, apptag_mask: 0xffff, ..kept };
         assert_eq!(guest.copy(kept, &both(5), 0), Status::REFERENCE_TAG_CHECK);

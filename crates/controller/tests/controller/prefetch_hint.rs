@@ -1,5 +1,5 @@
-//! Prefetch hints: a disk that requests them gets two hints for each later command of a burst,
-//! before the command is submitted.
+//! Prefetch hints: a disk that requests them gets two hints for each command of a burst except the
+//! first, before the command is submitted.
 
 use crate::common;
 use common::Host;
@@ -22,8 +22,8 @@ use Seen::{Hinted, Started};
 #[derive(Debug, Default)]
 struct Log {
     seen: Vec<Seen>,
-    /// Write by the host while the disk executes the first command: memory, offset of the shadow
-    /// entry, and new tail.
+    /// Store that the disk makes for the host while it executes the first command: memory, offset
+    /// of the shadow entry, and new tail.
     during_request: Option<(SharedBytes, usize, u32)>,
 }
 
@@ -64,14 +64,16 @@ impl Queue for RecordingDisk {
     }
 }
 
-/// Runs six reads, of blocks 10 to 15. The host submits `at_once` of them together. With shadow
-/// doorbells, it submits the others while the first is executed.
+/// Runs six reads, of blocks 10 to 15. Returns the disk's log. The host first submits `at_once`
+/// reads together. With shadow doorbells, it submits the remaining reads while the disk executes
+/// the first one.
 fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
     let curious = RecordingDisk::default();
     let disk: Arc<dyn Disk> = Arc::new(curious.clone());
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
-    // The I/O thread always polls. During the two reads before the test, the shadow entry changes,
-    // so the thread already uses the entry when the six reads are submitted.
+    // The I/O thread always polls the shadow entries of its queues. The two reads below advance the
+    // queue's shadow entry, so the thread already reads the tail from this entry when the six reads
+    // are submitted.
     let config = Config { namespaces, ..Config::default() };
     let mut host = Host::with(config, Polling::Always);
     if shadow {

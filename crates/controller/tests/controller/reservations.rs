@@ -251,7 +251,7 @@ fn reservation_changes_raise_events_and_fill_the_log_page() {
         }
     };
     assert_eq!(told, (2, ReservationNotification::REGISTRATION_PREEMPTED, 0, 1));
-    // The host that caused the event is not notified.
+    // The host that preempted the registration is not notified.
     assert_eq!(page(&mut other), (0, 0, 0, 0));
 }
 

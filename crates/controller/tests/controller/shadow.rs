@@ -388,7 +388,8 @@ fn a_trapped_invalid_head_counts_although_a_valid_one_follows_at_once() {
     }
 }
 
-/// Completes with the event of an invalid doorbell value.
+/// Waits for the completion of the Asynchronous Event Request, which must report an invalid
+/// doorbell value.
 fn expect_invalid_doorbell(host: &mut Host, admin: &mut Queue, what: &str) {
     let (cid, status, dw0) = host.wait(admin);
     assert_eq!((cid, status), (99, Status::SUCCESS), "{what}");
@@ -419,8 +420,8 @@ fn invalid_heads_are_reported_however_they_arrive() {
                     host.doorbell(false, head, 0, value);
                     expect_invalid_doorbell(&mut host, &mut admin, &what);
                     host.doorbell(false, head, 0, queue.head);
-                    // The event is not sent again until the host has read the log page of the last
-                    // one.
+                    // The event is not sent again until the host has read the log page (Error
+                    // Information) of the last event.
                     std::mem::swap(&mut host.admin, &mut admin);
                     newest_error(&mut host);
                     std::mem::swap(&mut host.admin, &mut admin);
@@ -632,9 +633,9 @@ fn remapped_shadow_pages_continue_to_work() {
     }
 }
 
-/// Linux shuts the controller down, and frees the shadow pages, which may get another use, such as
-/// page tables. Later it enables bus mastering before it resets the controller. Until the reset,
-/// the controller must not access the pages.
+/// Linux shuts the controller down, and frees the shadow pages. The pages may get another use, for
+/// example as page tables. Later, Linux enables bus mastering before it resets the controller.
+/// Until the reset, the controller must not access the pages.
 #[test]
 fn shadow_pages_are_not_accessed_after_a_shutdown() {
     for polling in [SLEEPY, Polling::Always] {

@@ -683,7 +683,8 @@ fn a_shutdown_continues_after_a_crash() {
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "{what}");
         next.end(Ok(()));
         host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
-        // Completes the requests of the dead controller, which otherwise could not be dropped.
+        // Completes the requests of the dead controller, because a controller with requests in
+        // flight cannot be dropped.
         (0..2).for_each(|_| gate.end(Ok(())));
         drop(dead);
     }

@@ -14,8 +14,8 @@ use zerocopy::FromBytes;
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
-/// stornvme reads ASQ again after its first command. It does not use the controller if the value
-/// differs from the one that it has written.
+/// Windows' driver (stornvme) reads ASQ again after its first command. If the value differs from
+/// the written value, the driver does not use the controller.
 #[test]
 fn the_registers_of_the_admin_queue_can_be_read_while_it_is_used() {
     let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
@@ -40,13 +40,14 @@ fn an_event_request_waits_for_an_event() {
     for event in 0..limit {
         host.submit(&mut admin, &Sqe::new(0x0c, 1000 + u16::from(event), 0));
     }
-    // Later commands complete while the event requests wait.
+    // Later commands complete while the Asynchronous Event Requests wait.
     let (status, _) = host.run(&mut admin, Sqe { cdw10: 7, ..Sqe::new(0x0a, 0, 0) });
     assert!(status.is_success(), "{status}");
     assert_eq!(host.reap(&mut admin), None);
 }
 
-/// stornvme did not start a controller with 512 vectors, but did start those with 64 and 128.
+/// Windows' driver (stornvme) did not start a controller with 512 vectors, but started controllers
+/// with 64 and 128 vectors.
 #[test]
 fn a_controller_has_at_most_128_vectors() {
     let host = Host::new(&["mem:1MiB"], ADAPTIVE);

@@ -46,7 +46,8 @@ fn a_namespace_grows_and_shrinks() {
     host.submit(&mut queues[1], &Sqe::read(1, 999, 0, 1).with_prps(page, 0));
     host.until("the read", || large.seen().len() == 2 * 3 + 1);
     let outcome = change(&host, 1, &large.of_blocks(10));
-    // The host gets the event about the smaller size before the change has ended.
+    // The host gets the event Namespace Attribute Changed for a smaller size before the change has
+    // ended.
     event(&mut host, 501);
     assert_eq!(size(&mut host, 1), 10);
     large.hold(false);

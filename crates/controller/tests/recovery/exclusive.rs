@@ -178,8 +178,9 @@ fn recovery_detects_writes_of_other_users() {
         ((AbortPoint::Decided, 1), 9, unknown, 9),
         ((AbortPoint::ExclusiveEnded, 2), 2, success, 2),
         ((AbortPoint::ExclusiveEnded, 2), 9, unknown, 9),
-        // The journal already contains the results: after the second decision that of the Write,
-        // after the third also that of the Compare. So recovery does not look at the block.
+        // The journal already contains the results: after the second decision the result of the
+        // Write, after the third also the result of the Compare. So recovery does not read the
+        // block.
         ((AbortPoint::Decided, 2), 9, success, 9),
         ((AbortPoint::Decided, 3), 9, success, 9),
     ] {

@@ -38,8 +38,8 @@ fn kills(default: u32) -> u32 {
     asked.unwrap_or(default)
 }
 
-/// Lock that prevents parallel tests: on busy CPUs, the kernel needs long to end a dead process's
-/// I/O, for which recovery waits.
+/// Lock that prevents parallel tests. Recovery waits for the end of the dead process's I/O, and on
+/// busy CPUs the kernel needs long for that.
 static SERIAL: Mutex<()> = Mutex::new(());
 
 /// Submits writes and reads while the process is killed repeatedly.

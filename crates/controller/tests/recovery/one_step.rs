@@ -5,7 +5,7 @@ use shadowbell_memory::Segments;
 use std::io;
 use std::sync::Arc;
 
-/// Wrapper of a memory disk, which completes all requests inline.
+/// Wrapper of a memory disk. The wrapper completes all requests inline.
 #[derive(Debug)]
 pub(crate) struct OneStep(pub(crate) Arc<dyn Disk>);
 

@@ -77,8 +77,7 @@ impl ImageBytes {
             full: AtomicU64::new(0),
             no_zero_range: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
-            // An NVMe generic character device holds only raw disks, so this file is no such
-            // device.
+            // This file is no NVMe generic character device, because these hold only raw disks.
             namespace: None,
             zeroes: zeroes()?,
             #[cfg(feature = "scripted")]

@@ -9,8 +9,8 @@ pub(super) fn is_tmpfs(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|status| u64::try_from(status.f_type) == Ok(TMPFS_MAGIC))
 }
 
-/// True if the file system depends on another machine or process. While that one is unreachable,
-/// calls on the file block the thread.
+/// True if the file system depends on another machine or process. While that machine or process is
+/// unreachable, system calls on the file block the thread.
 pub(super) fn is_remote(file: &File) -> bool {
     /// Magic numbers of FUSE, NFS, SMB (three numbers), 9P, Ceph, AFS, Coda, GFS2, OCFS2, Lustre,
     /// GPFS, OrangeFS, and the shared folders of VirtualBox and VMware.

@@ -113,8 +113,8 @@ impl Disk for FileDisk {
     }
 
     fn extents(&self, offset: u64, len: u64, report: &mut ReportExtent<'_>) {
-        // From `end` on, all bytes are reported as data: those of a block device, which reports no
-        // holes, and those of a file whose size is unknown.
+        // From `end` on, all bytes are reported as data. `end` is 0 for a block device, because it
+        // reports no holes, and for a file whose size is unknown.
         let end = if self.shared.regular { self.shared.size().unwrap_or(0) } else { 0 };
         let end = end.min(self.shared.end.load(Ordering::Relaxed));
         let to = offset.saturating_add(len);

@@ -97,9 +97,9 @@ impl ImageFile {
         Self::open_at(path, At::Named(named), mode, LockWait::While(wait))
     }
 
-    /// Returns an `O_PATH` descriptor of the image, which gives no access to its content. After a
-    /// crash of this process, the next process opens the image by this descriptor, even if the file
-    /// was renamed.
+    /// Returns an `O_PATH` descriptor of the image. This descriptor gives no access to the image's
+    /// content. After a crash of this process, the next process opens the image by this descriptor,
+    /// even if the file was renamed.
     ///
     /// # Errors
     /// The system's error.
@@ -207,8 +207,8 @@ impl ImageFile {
         self.is_block
     }
 
-    /// True if the file system depends on another machine or process. While that one is
-    /// unreachable, calls on the file block the thread.
+    /// True if the file system depends on another machine or process. While that machine or process
+    /// is unreachable, system calls on the file block the thread.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         !self.is_block && is_remote(&self.file)
@@ -402,7 +402,7 @@ fn refused(path: String, source: io::Error) -> OpenError {
         io::ErrorKind::NotFound => OpenError::Missing { path },
         io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
         // An error without an error number is a refusal by the process that opens images for this
-        // one (see `Opener`).
+        // process (see `Opener`).
         io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
             OpenError::OpenRefused { path, why: source.to_string() }
         }
@@ -454,8 +454,8 @@ pub(super) enum LockWait<'a> {
     /// Wait as long as the callback returns true.
     While(Wait<'a>),
 }
-/// Calls `attempt`, and repeats the call while it fails with an error of kind `passing` and
-/// `lock_wait` permits further waiting.
+/// Calls `attempt` again and again, while it fails with an error of kind `passing` and `lock_wait`
+/// permits further waiting.
 fn retry_while<T>(
     passing: io::ErrorKind,
     lock_wait: LockWait<'_>,

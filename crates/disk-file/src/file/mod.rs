@@ -15,8 +15,8 @@
 //! until the kernel no longer accesses it ([`crate::sys`]).
 //!
 //! With direct I/O, the addresses or lengths of the data may not have the alignment that the device
-//! requires. Such data are copied through an aligned bounce buffer, in parts of at most its size.
-//! Compare and Verify use bounce buffers too.
+//! requires. Data without this alignment are copied through an aligned bounce buffer, in parts of
+//! at most the buffer's size. Compare and Verify use bounce buffers too.
 //!
 //! Requests to an NVMe generic character device ([`namespace`]) take the same path, but the calls
 //! are NVMe commands, and Identify data describe the features.

@@ -18,7 +18,7 @@ const MAX_TRANSFER: u64 = 128 << 10;
 /// Assumed unit of MDTS (CAP.MPSMIN) in bytes: the smallest page size that a controller can have.
 const PAGE: u64 = 4096;
 
-/// Identify data of a namespace that a disk needs.
+/// Properties of a namespace, decoded from its Identify data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NamespaceFacts {

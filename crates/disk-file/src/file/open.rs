@@ -126,7 +126,8 @@ pub(super) fn syncs(namespace: Option<&NamespaceFacts>, direct: Option<Alignment
     }
 }
 
-/// Creates memory of zeroes, which is written on file systems that cannot zero ranges themselves.
+/// Creates a buffer of zeroes, for file systems that cannot zero ranges: the disk writes this
+/// buffer instead.
 pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
     let mapping =
         Mapping::anonymous(ZEROES).map_err(|source| OpenError::Memory { bytes: ZEROES, source })?;
@@ -167,10 +168,10 @@ fn punches(file: &File, size: u64) -> bool {
     .is_ok()
 }
 
-/// True if the block device has a command for zeroing a range, which the kernel uses to punch a
-/// hole in the device.
+/// True if the block device has a command for zeroing a range. The kernel uses this command to
+/// punch a hole in the device.
 fn discards(metadata: &Metadata) -> bool {
-    // A partition has no such attributes of its own; those of the whole disk are one directory up.
+    // A partition has no queue attributes of its own; those of the whole disk are one directory up.
     ["queue", "../queue"].iter().any(|queue| {
         attribute(metadata, &format!("{queue}/write_zeroes_max_bytes")).is_some_and(|n| n != "0")
     })

@@ -22,7 +22,8 @@ pub enum Access {
     WriteExclusive,
 }
 
-/// Connection to another process that opens images for this one, which has no permission to do so.
+/// Connection to another process that opens images, for a process that has no permission to open
+/// them.
 pub trait Opener: Send + Sync {
     /// Returns an `O_PATH` descriptor of the file at `path`, which gives no access to its content.
     /// The other process holds the file until [`end_use`](Self::end_use), once for each call.

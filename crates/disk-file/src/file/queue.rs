@@ -32,7 +32,7 @@ pub(super) struct FileQueue {
     /// Free bounce buffers. A further one is created when none is free, up to [`BOUNCES`].
     bounces: Vec<SharedBytes>,
     bounces_created: usize,
-    /// Scratch buffer for completions, kept between batches to save allocations.
+    /// Scratch buffer for completions, reused by each batch to save allocations.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
     /// Number of completions that the queue still has to take from `requester`, including those
@@ -344,8 +344,8 @@ impl Queue for FileQueue {
 }
 
 impl Drop for FileQueue {
-    /// Prevents further wake-ups of the thread for this queue. The drop of the ring, which follows,
-    /// ends the requests.
+    /// Prevents further wake-ups of the thread for this queue. Then the ring is dropped, which ends
+    /// the requests.
     fn drop(&mut self) {
         self.requester.close();
         self.ring.quieten();

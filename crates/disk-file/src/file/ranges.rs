@@ -8,12 +8,12 @@
 //! device read or write a block of several sectors atomically.
 //!
 //! Therefore each request that reads or writes enters its range into a list. If the range overlaps
-//! that of an earlier request, and one of the two writes, the later request waits until the earlier
-//! one has left. So overlapping requests of all queues run in the order of their arrival. Without
-//! overlap, the cost is an entry in a short list.
+//! that of an earlier request, and one of the two requests writes, the later request waits until
+//! the earlier one has left the list. So overlapping requests of all queues run in the order of
+//! their arrival. For a request without overlap, the cost is one entry in a short list.
 //!
 //! The position in the file selects the list. A range that spans several lists enters all of them.
-//! Only one such range at a time enters its lists, so the order is the same in all lists and no
+//! Only one range at a time enters several lists, so the order is the same in all lists and no
 //! deadlock is possible. If two ranges overlap, the later one waits in only one list, that of the
 //! first byte that they share.
 

@@ -30,20 +30,20 @@ pub struct RawFile {
 pub struct RawCall {
     /// True for a write, false for a read.
     pub writes: bool,
-    /// True if the data must be on stable storage when the call ends (`RWF_DSYNC`).
+    /// True if the data must be on stable storage when the write ends (`RWF_DSYNC`).
     pub dsync: bool,
     /// Offset in the request's memory, in bytes.
     pub skip: u64,
     /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Length in bytes. The call may transfer fewer bytes.
+    /// Length in bytes. The system call may transfer fewer bytes.
     pub len: u64,
 }
 
 /// Next step of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RawStep {
-    /// Make the call that [`RawTransfer::call`] describes.
+    /// The caller has to make the system call that [`RawTransfer::call`] describes.
     Call,
     /// The request has ended.
     End(Result<(), DiskError>),
@@ -53,8 +53,8 @@ pub enum RawStep {
 }
 
 impl RawFile {
-    /// Returns the file of `disk`. `None` if the disk has a layer, which raw access would bypass,
-    /// or if its requests need a queue.
+    /// Returns the file of `disk`. `None` if the disk has a layer, because raw access would bypass
+    /// it, or if the disk's requests need a queue.
     #[must_use]
     pub fn of(disk: &dyn Disk) -> Option<Self> {
         let disk: &dyn Any = disk;
@@ -72,8 +72,8 @@ impl RawFile {
         let is_plain = shared.engine == EngineKind::Uring
             && shared.namespace.is_none()
             && shared.ranges.is_none()
-            // An atomic write must come from one contiguous buffer. A queue copies data in several
-            // segments to such a buffer.
+            // An atomic write must come from one contiguous buffer. If data have several segments,
+            // a queue copies them to a contiguous buffer, but raw access does not.
             && shared.atom != WriteAtomicity::Requested;
         let align = shared.direct.filter(|_| is_plain)?;
         Some(Self { shared: Arc::clone(shared), align })
@@ -89,7 +89,8 @@ impl RawFile {
     /// Starts a read or write. The memory of the caller must be as long as the request.
     ///
     /// # Errors
-    /// The result of the request, which may be `Ok`, if the request ends without a call.
+    /// The result of the request, if the request ends without a system call. This result may be
+    /// `Ok`.
     pub fn begin(&self, request: &Request) -> Result<RawTransfer, Result<(), DiskError>> {
         let info = &self.shared.info;
         let (begin, len) = (request.offset, request.len);

@@ -7,7 +7,7 @@
 //! be repeated before they end. The ring holds the open file until its last request has ended, and
 //! the open file holds the lock on the image. So the next process opens the image again and waits
 //! for the lock. This works only if no other process holds the same open file. Therefore the
-//! checkpoint contains a descriptor that only names the image (`O_PATH`). Such a descriptor
+//! checkpoint contains a descriptor that only names the image (`O_PATH`). This descriptor
 //! identifies the image even after a rename.
 //!
 //! Readers share their locks, so a reader does not wait for a dead reader. Some file systems have

@@ -221,8 +221,8 @@ impl FileShared {
     }
 }
 
-/// True for an error after which the call is repeated: it was interrupted, or the device was reset
-/// or is not ready.
+/// True for an error after which the system call is repeated: it was interrupted, or the device was
+/// reset or is not ready.
 pub(super) fn is_passing(errno: i32) -> bool {
     if errno < NVME_STATUS {
         return matches!(errno, libc::EINTR | libc::EAGAIN);

@@ -38,10 +38,10 @@ pub(super) enum Stage {
 /// Next step of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Make the call that [`Task::call`] describes.
+    /// The caller has to make the system call that [`Task::call`] describes.
     Call,
-    /// The part in the bounce buffer is complete. Copy it to the data or compare it, then call
-    /// [`Task::finish_piece`].
+    /// The part in the bounce buffer is complete. The caller has to copy it to the data or compare
+    /// it with them, and then to call [`Task::finish_piece`].
     Piece,
     /// The request has ended.
     End(Result<(), DiskError>),

@@ -25,7 +25,7 @@ impl Script {
         Self { queues: Arc::default(), flusher }
     }
 
-    /// Adds a ring to the script, which then completes the calls of the ring.
+    /// Adds a ring to the script. Then the script completes the calls of the ring.
     pub(super) fn adopt<T>(&self, mut ring: Ring<T>) -> Ring<T> {
         self.queues.lock().extend(ring.set_scripted());
         ring
@@ -38,8 +38,8 @@ impl Script {
         self.queues.lock().get(queue).map_or(0, |calls| calls.waiting())
     }
 
-    /// Ends the `n`th pending call of a queue as `how` determines. No effect if there is no such
-    /// call.
+    /// Ends the `n`th pending call of a queue as `how` determines. No effect if the queue has fewer
+    /// pending calls.
     pub fn end(&self, queue: usize, n: usize, how: CallOutcome) {
         let calls = self.queues.lock().get(queue).map(Arc::clone);
         if let Some(calls) = calls {

@@ -468,8 +468,8 @@ fn concurrent_flushes_share_a_sync() {
     for queue in &mut queues {
         (1..100).for_each(|tag| ask(queue, tag));
     }
-    // All these requests arrived during the first sync. So they need the second one, which starts
-    // only now.
+    // All these requests arrived during the first sync. So they need a second sync. It starts only
+    // now.
     assert!(queues.iter_mut().all(|queue| reap(&mut **queue).is_empty()));
     end.send(0).unwrap();
     begins.recv().unwrap();
@@ -592,8 +592,9 @@ fn the_zeroes_that_are_written_stay_zeroes() {
         let read = request(Op::Read);
         assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
         assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
-        // Checks that no request uses the shared buffer of zeroes as its own buffer. It would store
-        // the byte 7 there, and the next Write Zeroes would write this byte.
+        // Checks that no request uses the shared buffer of zeroes as its own buffer. That request
+        // would store the byte 7 in the shared buffer, and the next Write Zeroes would write this
+        // byte.
         bytes.fill(0, 4096, 7).unwrap();
         for op in [Op::Write { fua: false }, op] {
             let data = &mut Segments::from_bytes(&bytes);

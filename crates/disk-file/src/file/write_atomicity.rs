@@ -67,7 +67,8 @@ impl WriteAtomicity {
 /// Physical block size of a block device in bytes. `None` if it is unknown, or if the start of the
 /// device (a partition) is not aligned to physical blocks.
 fn physical(device: u64) -> Option<u32> {
-    // A partition has no such attribute of its own; that of the whole disk is one directory up.
+    // A partition does not have the attribute itself; the attribute of the whole disk is one
+    // directory up.
     let size = ["queue", "../queue"]
         .iter()
         .find_map(|queue| attribute_of(device, &format!("{queue}/physical_block_size")))?;

@@ -25,18 +25,19 @@ pub(super) struct Prepared<'a> {
     pub(super) iovecs: &'a [libc::iovec],
     pub(super) offset: u64,
     pub(super) len: u64,
-    /// True if the call must fail with `EAGAIN` or `EOPNOTSUPP` instead of blocking (`RWF_NOWAIT`).
+    /// True if the system call must fail with `EAGAIN` or `EOPNOTSUPP` instead of blocking
+    /// (`RWF_NOWAIT`).
     pub(super) nowait: bool,
 }
 
-/// Width in bits of the slot number, which is the lowest field of a call's id.
+/// Width in bits of the slot number, the lowest field of a call's id.
 pub(super) const INDEX_BITS: u32 = 28;
 /// Width in bits of the second field of a call's id, directly above the slot number. An engine can
-/// store its own number there; otherwise the field is zero. The highest field is the slot's
-/// generation.
+/// store a number of its own in this field; otherwise the field is zero. The highest field is the
+/// slot's generation.
 pub(super) const QUEUE_BITS: u32 = 16;
 
-/// Id of a wake-up, which has no slot.
+/// Id of a wake-up. A wake-up has no slot.
 pub(super) const WAKE: u64 = (1 << INDEX_BITS) - 1;
 
 /// `fallocate` mode for punching a hole.

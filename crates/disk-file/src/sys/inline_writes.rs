@@ -1,4 +1,4 @@
-//! Policy of inline writes, which the thread of a queue executes itself.
+//! Policy of inline writes, the writes that a queue's thread executes itself.
 //!
 //! A slow write indicates that the kernel throttles writers that are faster than the storage.
 //! Further writes are then likely to be slow too. So for a while, other threads execute all writes,

@@ -6,8 +6,8 @@ use shadowbell_disk::Lists;
 const QUEUE: u32 = 0;
 
 /// Waiting calls, in order. The low half of a call's id is the number of its slot in the ring: a
-/// small number, unique among the waiting calls. It is the index of the call here, so a call is
-/// removed without a search.
+/// small number, unique among the waiting calls. This number is also the index of the call in
+/// `slots`, so a call is removed without a search.
 pub(super) struct Jobs<J> {
     slots: Vec<Option<(u64, J)>>,
     order: Lists,

@@ -2,10 +2,10 @@
 //!
 //! The locks of images are those of QEMU, so each program detects the other: open file description
 //! locks, one byte per permission. A program locks byte 100+n for permission n that it uses, and
-//! byte 200+n for permission n that it does not share. Then it tests the opposite bytes. It has to
-//! give up if another program uses a permission that this program does not share, or does not share
-//! one that this program uses. All these locks are read locks, so that several programs can hold
-//! them and read-only files can have them.
+//! byte 200+n for permission n that it does not share. Then it tests the opposite bytes. Locking
+//! fails if another program uses a permission that this program does not share, or does not share a
+//! permission that this program uses. All these locks are read locks, so that several programs can
+//! hold them and read-only files can have them.
 //!
 //! A writer also has a write lock on one byte that QEMU does not use. This lock is the fence: the
 //! kernel releases it only after the last request of a dead writer has ended.
@@ -20,7 +20,7 @@ const USED: i64 = 100;
 /// Offset of the first byte that marks an unshared permission: byte `UNSHARED + n` for permission
 /// n.
 const UNSHARED: i64 = 200;
-/// Byte of the fence, on which a writer holds a write lock.
+/// Byte of the fence. A writer holds a write lock on it.
 const FENCE: Range<i64> = 300..301;
 
 /// Permission to read consistent data.
@@ -37,8 +37,8 @@ const CHANGES: [i64; 2] = [WRITE, RESIZE];
 /// image at the same time. A `writer` excludes all programs except readers that accept changes.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`] if another program has a lock that excludes this one. If the file
-/// system has no locks, this is no error.
+/// [`io::ErrorKind::WouldBlock`] if another program has a lock that excludes the requested lock. If
+/// the file system has no locks, this is no error.
 pub(crate) fn lock_image(file: &File, writer: bool) -> io::Result<()> {
     match lock(file, writer) {
         Err(e) => match e.raw_os_error() {
@@ -54,7 +54,7 @@ pub(crate) fn lock_image(file: &File, writer: bool) -> io::Result<()> {
 }
 
 fn lock(file: &File, writer: bool) -> io::Result<()> {
-    // The fence is locked first, so that of two writers that lock at the same time, one succeeds.
+    // The fence is locked first, so that one writer succeeds if two writers lock at the same time.
     if writer {
         call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE)?;
     }
@@ -75,9 +75,9 @@ fn lock(file: &File, writer: bool) -> io::Result<()> {
 /// True if a `writer` has [locked](lock_image) this open file and the lock is effective: the file
 /// system supports locks.
 pub(crate) fn is_locked_exclusively(file: &File, writer: bool) -> bool {
-    // The lock is set again, which has no effect if this open file holds it. The call fails if the
-    // file system has no locks. It is not made for a reader, because it would take the fence if the
-    // file was opened for writing.
+    // Sets the lock again. This has no effect if the open file holds the lock, and fails if the
+    // file system has no locks. It is not done for a reader, because a reader whose file was opened
+    // for writing would take the fence.
     writer && call(file, libc::F_OFD_SETLK, libc::F_WRLCK, FENCE).is_ok()
 }
 
@@ -88,8 +88,8 @@ pub(crate) fn unlock_image(file: &File) {
     let _ = call(file, libc::F_OFD_SETLK, libc::F_UNLCK, 0..0);
 }
 
-/// Sets or tests a lock of these bytes; the range `0..0` is the whole file. Returns the type of the
-/// conflicting lock that a test has found, or `F_UNLCK`.
+/// Sets or tests a lock of the range `bytes`; the range `0..0` is the whole file. Returns the type
+/// of the conflicting lock that a test has found, or `F_UNLCK`.
 fn call(
     file: &File,
     command: libc::c_int,
@@ -98,7 +98,7 @@ fn call(
 ) -> io::Result<libc::c_int> {
     loop {
         // SAFETY: `flock` is plain data for which zeroes are valid values. The structure outlives
-        // the call, which reads and writes only it.
+        // the system call, and the call accesses no other memory.
         let (outcome, found) = unsafe {
             let mut lock: libc::flock = std::mem::zeroed();
             lock.l_type = kind as libc::c_short;

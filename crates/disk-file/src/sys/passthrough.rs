@@ -96,7 +96,7 @@ impl Command {
 }
 
 impl Namespace {
-    /// Length in bytes of the first command of a call for `len` bytes, which may need several
+    /// Length in bytes of the first command of a call for `len` bytes. The call may need several
     /// commands.
     pub(super) fn max_len(&self, moves_data: bool, len: u64) -> u64 {
         let max_transfer =
@@ -168,8 +168,8 @@ impl Namespace {
         })
     }
 
-    /// Executes a call by `ioctl`, which waits until the call has ended. Returns the number of
-    /// transferred bytes, or a negative error number: `EINVAL` if the call has several `iovec`s.
+    /// Executes a call by `ioctl`, and waits until it has ended. Returns the number of transferred
+    /// bytes, or a negative error number: `EINVAL` if the call has several `iovec`s.
     ///
     /// # Safety
     /// The memory of the call's `iovecs` must be valid, and writable for a read.

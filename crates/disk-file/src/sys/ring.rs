@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Maximum number of calls in flight of a queue. Further calls wait in this process, in order. The
-/// limit prevents calls on a hung file from delaying those on other files of the thread.
+/// limit prevents calls on a hung file from delaying calls on other files of the thread.
 const IN_FLIGHT: usize = 1024;
 /// Number of different generations of a slot: as many as fit in the id of a call.
 const GENERATIONS: u32 = 1 << (u64::BITS - INDEX_BITS - QUEUE_BITS);
@@ -123,7 +123,7 @@ struct Blocking {
     direct: bool,
     /// True if threads cannot be used, for example for lack of file descriptors.
     off: bool,
-    /// Policy of inline writes, which the thread of the ring executes itself.
+    /// Policy of inline writes, the writes that the ring's thread executes itself.
     inline: InlineWrites,
     /// Scratch list of the slots whose calls io_uring has returned because they would block.
     retries: Vec<u32>,
@@ -371,9 +371,10 @@ impl<T> Ring<T> {
         let for_threads = self.is_for_threads(kind);
         let nowait = match kind {
             Kind::Read => self.blocking.direct,
-            // io_uring makes the direct writes. If such writes would block, the kernel executes
-            // them one after another, because it locks a regular file for each, so they occupy at
-            // most one of its workers. Several threads would only wait for that lock.
+            // io_uring makes the direct writes. If direct writes would block, they occupy at most
+            // one of the kernel's worker threads, because the kernel locks a regular file for each
+            // write, and so executes them one after another. Several threads would only wait for
+            // that lock.
             Kind::Write { .. } => !self.blocking.direct,
             _ => false,
         };

@@ -45,8 +45,8 @@ pub(super) struct Slot<T> {
     pub(super) data: Segments,
     pub(super) own: Option<SharedBytes>,
     pub(super) iovecs: Vec<libc::iovec>,
-    /// Parameters of the call. They are stored, because a thread has to repeat the call if io_uring
-    /// returns it.
+    /// Parameters of the call. They are stored, because another thread repeats the call if io_uring
+    /// returns it unexecuted.
     pub(super) kind: Kind,
     pub(super) offset: u64,
     pub(super) len: u64,

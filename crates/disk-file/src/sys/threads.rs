@@ -319,8 +319,7 @@ impl ThreadsShared {
         self.work.lock().jobs.len()
     }
 
-    /// Executes or fails the `n`th waiting call, as `how` requests. No effect if there is no such
-    /// call.
+    /// Executes or fails the `n`th waiting call, as `how` requests. No effect if fewer calls wait.
     #[cfg(feature = "scripted")]
     pub(crate) fn end_scripted(&self, n: usize, how: CallOutcome) {
         let Some(job) = self.work.lock().jobs.remove_nth(n) else { return };

@@ -42,7 +42,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// descriptor.
 const FILES: u64 = 1024;
 
-/// Queue number in the user data of cancellations, which belong to no queue.
+/// Queue number in the user data of cancellations: these belong to no queue.
 const NO_QUEUE: u16 = u16::MAX;
 const QUEUE_MASK: u64 = ((1 << QUEUE_BITS) - 1) << INDEX_BITS;
 
@@ -253,8 +253,8 @@ impl<S: Shape> State<S> {
         }
     }
 
-    /// Processes all completions in the kernel's queue. Reports those of queue `id`, and moves the
-    /// others to the inboxes of their queues.
+    /// Processes all completions in the kernel's queue. Reports the completions of queue `id`, and
+    /// moves the others to the inboxes of their queues.
     fn take(&mut self, id: u16, each: &mut impl FnMut(u64, i32)) {
         let Self { uring, inboxes, undelivered, has_processed_entry, .. } = self;
         let mut completions = uring.completion();
@@ -342,7 +342,7 @@ impl<S: Shape> Uring<S> {
     pub(super) unsafe fn push_entry(&mut self, entry: &S) -> bool {
         let state = self.state();
         // SAFETY: the caller guarantees that the memory of the entry stays valid. The file is open
-        // until the queue is closed, which waits for the completion.
+        // until the queue is closed, and the close waits for the completion.
         let is_pushed = unsafe { state.uring.submission().push(entry) }.is_ok();
         state.prepared += usize::from(is_pushed);
         is_pushed
@@ -431,7 +431,7 @@ impl<S: Shape> Uring<S> {
         }
         if state.uring.completion().len() == usize::from(state.has_processed_entry) {
             let submission = state.uring.submission();
-            // The kernel has further completions, which it adds to the completion queue only when
+            // The kernel has further completions. It adds them to the completion queue only when
             // this thread enters the kernel.
             let due = submission.taskrun() || submission.cq_overflow();
             drop(submission);
@@ -571,9 +571,9 @@ target!(types::Fd);
 /// kernel supports: completions that do not interrupt this thread while it runs (Linux 5.19). A
 /// kernel before 5.10 lacks restrictions, and gets a plain ring.
 ///
-/// `IORING_SETUP_DEFER_TASKRUN` is not used, because the descriptor of such a ring does not wake a
-/// thread that sleeps on it in `poll` or `epoll_wait`. (Observed with Linux 6.18: only commits to
-/// the completion queue wake the thread, and such a ring defers these commits.)
+/// `IORING_SETUP_DEFER_TASKRUN` is not used, because with this flag the ring's descriptor does not
+/// wake a thread that sleeps on it in `poll` or `epoll_wait`. (Observed with Linux 6.18: only
+/// commits to the completion queue wake the thread, and the flag defers these commits.)
 /// `IORING_SETUP_SINGLE_ISSUER` is not used, because one thread creates the ring, and other threads
 /// use it.
 pub(super) fn build<S: Shape>(opcodes: &'static [u8]) -> io::Result<IoUring<S, S::Completion>> {

@@ -103,8 +103,8 @@ pub(crate) fn wait(queue: &dyn Queue) {
     wait::readable("a signal of the wake descriptor", fd);
 }
 
-/// Creates a directory for images, on the file system of the build, which supports direct I/O more
-/// often than `/tmp`.
+/// Creates a directory for images, on the file system of the build. This file system supports
+/// direct I/O more often than that of `/tmp`.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }

@@ -4,7 +4,7 @@
 //! defective, the layer holds the request, and the disk is
 //! [stopped](shadowbell_disk::Disk::stopped). Held requests are submitted again when the operator
 //! has repaired the storage and [resumes](shadowbell_disk::Disk::resume) the disk. A disk with the
-//! policy to report errors has no such layer, and so no cost.
+//! policy to report errors does not have this layer, and so no cost.
 //!
 //! A held request is in flight for the host and for the journal. So it can be cancelled (by an
 //! Abort, a reset, the deletion of the queue or a disconnection of the client), and after a crash,

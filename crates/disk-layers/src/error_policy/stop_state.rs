@@ -1,4 +1,4 @@
-//! Stopped state of a disk, which its queues and the control plane share.
+//! Stopped state of a disk, shared by the disk's queues and the control plane.
 
 use parking_lot::Mutex;
 use shadowbell_disk::{CompletionQueue, DiskError, Stopped, notify_resize};
@@ -66,8 +66,8 @@ impl StopState {
         }
     }
 
-    /// Stopped state; `None` if no request is held, or if the held ones are being submitted again
-    /// after a resume.
+    /// Stopped state; `None` if no request is held, or if the held requests are being submitted
+    /// again after a resume.
     pub(super) fn stopped(&self) -> Option<Stopped> {
         let state = self.state.lock();
         let reason = state.reason.filter(|_| state.held != 0 && !state.is_resumed)?;

@@ -102,9 +102,9 @@ impl Limiter {
         self.wake();
     }
 
-    /// Suspends the limits or enforces them again. They are suspended during a quiesce, which would
-    /// otherwise have to wait for the delayed requests. Requests that start meanwhile are counted,
-    /// so later ones have to wait longer.
+    /// Suspends the limits or enforces them again. They are suspended during a quiesce: otherwise
+    /// the quiesce would have to wait for the delayed requests. Requests that start meanwhile are
+    /// counted, so later ones have to wait longer.
     pub fn open(&self, is_open: bool) {
         self.is_open.store(is_open, Ordering::SeqCst);
         self.generation.fetch_add(1, Ordering::SeqCst);

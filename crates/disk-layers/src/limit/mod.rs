@@ -1,8 +1,8 @@
 //! Rate limits: requests and bytes per second of a disk.
 //!
 //! A [`LimitedDisk`] is a layer around a disk. A request beyond the rate waits in the layer, as if
-//! the disk were slow, and is submitted at its start time. A disk without limits has no such layer,
-//! and so no cost.
+//! the disk were slow, and is submitted at its start time. A disk without limits does not have this
+//! layer, and so no cost.
 //!
 //! | module | content |
 //! |---|---|

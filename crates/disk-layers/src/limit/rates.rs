@@ -16,7 +16,7 @@ pub struct Rate {
 }
 
 /// Rate limits of a disk. Reads are Read, Compare and Verify. Writes are all requests that change
-/// the disk; only those with data count bytes. Flush is not limited.
+/// the disk; requests without data do not count as bytes. Flush is not limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 #[non_exhaustive]

@@ -397,7 +397,7 @@ fn a_sleeping_thread_is_woken_at_the_start_time() {
     assert!(!is_readable(&load, Duration::ZERO), "no request waits");
 }
 
-/// Lower queue of the test, which counts the requests that were submitted and not committed.
+/// Test queue below the layer. It counts the requests that were submitted and not committed.
 struct Uncommitted(Arc<AtomicU64>);
 
 impl Queue for Uncommitted {
@@ -411,8 +411,8 @@ impl Queue for Uncommitted {
     }
 }
 
-/// A request that starts in `reap` after a delay is committed there, because the thread may sleep
-/// after `reap` and not call `commit`.
+/// If `reap` starts a delayed request, it also commits the request, because the thread may sleep
+/// after `reap` without a call of `commit`.
 #[test]
 fn a_delayed_request_is_in_flight_when_it_starts() {
     let hands = Hands::new();

@@ -44,7 +44,7 @@ struct Entry {
     claim: Claim,
     serial: u64,
     of: Arc<Bell>,
-    /// Number of earlier requests that this one waits for.
+    /// Number of earlier requests for which this request waits.
     predecessors: usize,
 }
 

@@ -5,12 +5,12 @@
 //! such as recovery and caches work unchanged.
 //!
 //! Protection information is stored inverted. Blocks that were never written or were discarded are
-//! zeroes on the disk below, and read with FFh in every byte of the protection information, which
+//! zeroes on the disk below. So their protection information reads as FFh in every byte. This value
 //! disables the checks.
 //!
 //! A block of the disk below holds the metadata of many logical blocks, so writing the metadata of
-//! one logical block is a read-modify-write. [`locks`] serializes such requests. It also prevents a
-//! reader from seeing the data of one write with the metadata of another.
+//! one logical block is a read-modify-write. [`locks`] serializes the read-modify-writes of a
+//! block. It also prevents a reader from seeing the data of one write with the metadata of another.
 //!
 //! A write-through [`cache`] holds recently read or written metadata. Most reads are therefore one
 //! read of the disk below, and most writes are two writes.

@@ -20,8 +20,8 @@ use std::sync::Arc;
 const BUFFER_LEN: usize = 64 << 10;
 const MAX_POOLED: usize = 64;
 /// Longest request without data transfer (such as Write Zeroes) to submit at once, in bytes. The
-/// queue's thread processes the metadata of such a request, and its data if they are checked, so a
-/// longer one would delay other requests.
+/// queue's thread processes the metadata of the whole range, and its data if they are checked, so a
+/// longer request would delay other requests.
 const LONGEST: u64 = 1 << 20;
 /// Maximum number of metadata bytes that are written without the rest of their block, if the disk
 /// below supports such writes.
@@ -44,8 +44,8 @@ pub(super) struct MetadataQueue {
     ended: Vec<(u32, Result<(), DiskError>, Segments)>,
 }
 
-/// State that requests share. Must be dropped after the queue of the disk below, because only after
-/// that drop no request is in flight that uses the locks.
+/// State that requests share. Must be dropped after the queue of the disk below: until that drop,
+/// requests that use the locks may be in flight.
 struct OfAll {
     layout: Layout,
     locks: Arc<Locks>,
@@ -63,7 +63,7 @@ impl Drop for OfAll {
     }
 }
 
-/// Tag for a request to the disk below, which transfers the data or the metadata of a task.
+/// Tag for a request to the disk below. The request transfers the data or the metadata of a task.
 fn tag_of(key: u32, is_metadata: bool) -> u32 {
     key << 1 | u32::from(is_metadata)
 }

@@ -9,8 +9,8 @@ use shadowbell_disk::{
 use std::io;
 use std::sync::Arc;
 
-/// Zoned disk (ZNS) on another disk, which must be memory or a raw image. The first part of the
-/// disk below contains the zone table.
+/// Zoned disk (ZNS) on another disk. The other disk must be memory or a raw image. The first part
+/// of the disk below contains the zone table.
 #[derive(Clone, Debug)]
 pub struct ZonedDisk {
     inner: Arc<dyn Disk>,

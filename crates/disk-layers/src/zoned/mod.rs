@@ -12,9 +12,9 @@
 //!
 //! When a write is submitted, the write pointer is advanced under a lock of the disk. The lock is
 //! held for a few instructions only, and never while storage is accessed. The zone table is in the
-//! first part of the disk below, which is mapped as memory. It is updated by stores to that memory.
-//! So it survives a crash of the process, as the data do. A reset waits for the writes in flight in
-//! its zone.
+//! first part of the disk below. This part is mapped as memory, and the table is updated by stores
+//! to the mapping. So the table survives a crash of the process, as the data do. A reset waits for
+//! the writes in flight in its zone.
 
 mod disk;
 mod limits;

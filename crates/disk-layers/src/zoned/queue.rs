@@ -101,7 +101,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Starts the flush after a FUA write, which makes the data and the write pointer durable.
+    /// Starts the flush after a FUA write. This flush makes the data and the write pointer durable.
     /// `own` is the buffer of the task. If the flush completes inline, the buffer is returned in
     /// `data`.
     fn flush(&mut self, key: u32, own: Segments, data: &mut Segments) -> Submitted {
@@ -487,8 +487,7 @@ impl Queue for ZonedQueue {
         let Some(task) = self.tasks.get_mut(key) else { return };
         match task.kind {
             Kind::Reset { stage: Stage::Asking, .. } => {
-                // The queue's next `reap` takes this notification, and ends the request with that
-                // outcome.
+                // The bell notifies the queue: its next `reap` ends the request with this outcome.
                 task.outcome = Err(DiskError::Cancelled);
                 self.bell.push(task.serial);
             }

@@ -6,8 +6,7 @@ use parking_lot::Mutex;
 use shadowbell_disk::{DiskError, ZoneFormat, ZoneReport, Zones};
 use shadowbell_spec::zns::ZoneState;
 
-/// Zones of a disk, which all of its queues share. Offsets and lengths are in bytes, as for the
-/// host.
+/// Zones of a disk, shared by all of its queues. Offsets and lengths are in bytes, as for the host.
 #[derive(Debug)]
 pub(super) struct ZoneSet {
     pub(super) table: Table,

@@ -40,7 +40,7 @@ pub(crate) struct Manner {
     /// True if the server receives all requests, but neither executes nor answers them.
     pub(crate) condition: bool,
     /// Function that returns true for a request that the server must receive but neither execute
-    /// nor answer. It is used if `condition` is false.
+    /// nor answer.
     pub(crate) holds: Option<fn(&Request) -> bool>,
     /// Number of requests after which a connection ends.
     pub(crate) hangs_up_after: Option<u64>,
@@ -176,7 +176,7 @@ impl Fake {
     }
 
     /// Ends the server in order, as on SIGTERM: it accepts no connection, refuses requests, and
-    /// runs until its clients have disconnected. The data are kept.
+    /// runs until its clients have disconnected. The export's data remain.
     pub(crate) fn end_in_order(&mut self) {
         self.change(|manner| manner.is_ending = true);
         let Some((listener, thread)) = self.listener.take() else { return };

@@ -19,7 +19,7 @@ pub(crate) fn directory() -> tempfile::TempDir {
 
 /// Runs `qemu-img`. Returns `None`, with a message, if it is not installed.
 ///
-/// If the image is locked, the call is repeated. The reason may be a child process that another
+/// If the image is locked, `qemu-img` is run again. The reason may be a child process that another
 /// test has just forked: it holds the descriptors of all images, and their locks, until it executes
 /// its program.
 pub(crate) fn qemu_img(arguments: &[&str]) -> Option<std::process::Output> {

@@ -2,9 +2,9 @@
 //! EventIdx makes the host ring without need.
 //!
 //! The modelled memory is sequentially consistent, with one exception: the controller's store to
-//! EventIdx may stay invisible until it posts the next completion, which is a release store. The
-//! host's update is either one step, or two steps with arbitrary events between its shadow store
-//! and its EventIdx load.
+//! EventIdx may stay invisible until the controller posts the next completion (a release store).
+//! The host's update is either one step, or two steps with arbitrary events between its shadow
+//! store and its EventIdx load.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::collections::HashMap;
@@ -12,8 +12,8 @@ use std::collections::HashMap;
 use super::{Doorbell, DoorbellState, Shadow, Truth};
 use crate::{Predicate, RingSize};
 
-/// Model state. It consists of distances modulo the ring, so that one state stands for all
-/// rotations.
+/// Model state: distances modulo the ring instead of positions, so that one state stands for all
+/// positions in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct State {
     /// Commands fetched and not completed.
@@ -238,7 +238,7 @@ fn the_quiet_depth_is_independent_of_the_ring_position() {
 #[test]
 fn the_promise_is_exact_and_the_model_can_fail() {
     // EventIdx does not move while it is at most a quarter of the ring behind the last value seen.
-    // From there, one command more than `quiet_depth` makes the tail pass it.
+    // From this distance, the tail passes EventIdx after `quiet_depth` plus one commands.
     for entries in [4, 5, 8, 12, 16, 32] {
         for predicate in PREDICATES {
             let depth = quiet_depth(predicate, entries) + 1;

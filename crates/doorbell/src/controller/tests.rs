@@ -31,7 +31,7 @@ fn size(entries: u32) -> RingSize {
     RingSize::new(entries).unwrap()
 }
 
-/// Creates a tail at position `at`, for which the shadow entry is already the source of the value.
+/// Creates a tail at position `at` whose source of the value is already the shadow entry.
 fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
     let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: Some(u32::MAX) };
     cells.shadow(u32::from(at));
@@ -156,8 +156,8 @@ fn a_head_cannot_pass_the_tail() {
     assert_eq!(head.poll(3), Err(InvalidDoorbell { value: 4 }));
     assert_eq!(head.poll(3), Ok(0));
     assert_eq!(head.poll(4), Ok(4), "posted meanwhile");
-    // A head that moves backwards is interpreted as a move forwards by nearly the whole ring, which
-    // would pass the tail.
+    // A head that moves backwards is interpreted as a move forwards by nearly the whole ring. That
+    // move would pass the tail.
     cells.ring(3);
     assert_eq!(head.poll(6), Err(InvalidDoorbell { value: 3 }));
     cells.ring(6);

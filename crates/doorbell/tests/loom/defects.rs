@@ -1,5 +1,6 @@
-//! Defective variants of the protocol. Every model in this module lacks one step and has to fail.
-//! If one of them passed, the models of this directory would prove nothing.
+//! Defective variants of the protocol. Every model in this module lacks one step of the protocol,
+//! and has to fail. If a defective model passed, the other models of this directory would prove
+//! nothing.
 
 use loom::thread;
 use shadowbell_doorbell::{Cell, DoorbellState, FullFence, Predicate, Sleeper, SqTail, Truth};

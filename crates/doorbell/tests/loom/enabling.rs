@@ -1,5 +1,5 @@
-//! Doorbell Buffer Config with commands in flight, for hosts that use shadow doorbells on the queue
-//! afterwards and for hosts that do not.
+//! Doorbell Buffer Config with commands in flight. Some hosts use shadow doorbells on the queue
+//! afterwards, and others do not.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;
@@ -60,8 +60,8 @@ impl Controller {
         self.run_with(tail, &enable, sleeper, wake, progress);
     }
 
-    /// Variant of [`run`](Self::run) in which the caller supplies the queue's tail as it is before
-    /// the command, and the function that executes the command.
+    /// Variant of [`run`](Self::run): the caller supplies the state of the queue's tail before
+    /// Doorbell Buffer Config, and the function that executes this command.
     fn run_with(
         self,
         mut tail: SqTail<Word>,
@@ -174,7 +174,8 @@ fn our_host_enables_under_load() {
 }
 
 /// This crate's host enables shadow doorbells while it submits. The ring is so small that the first
-/// values after the command equal the shadow entry at the time of its execution.
+/// doorbell values after Doorbell Buffer Config equal the shadow entry at the time when that
+/// command was executed.
 #[test]
 fn our_host_wraps_to_the_snapshot() {
     for predicate in PREDICATES {
@@ -453,8 +454,8 @@ fn a_second_configuration_under_load_takes_over_the_pending_value() {
 }
 
 /// Before the command, the new entry is zero, or has the position that the host stored last, or the
-/// position before that. The host's first update after the command stores zero, because the ring
-/// ends there. If the entry already is zero, only the register shows the update.
+/// position before that. The host is at the last position of the ring, so its first update after
+/// the command stores zero. If the entry already is zero, only the register shows the update.
 #[test]
 fn a_second_configuration_keeps_what_was_rung_just_before() {
     for predicate in PREDICATES {

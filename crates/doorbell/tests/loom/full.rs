@@ -1,4 +1,4 @@
-//! A full completion queue, for which the controller has more completions to post.
+//! A full completion queue, while the controller has more completions to post to it.
 
 use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, Predicate};

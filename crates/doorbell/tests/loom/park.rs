@@ -11,8 +11,8 @@ use crate::rig::{
     DoorbellCells, PREDICATES, Wake, Word, explore, in_use, is_set, ring, sleep_pair, word,
 };
 
-/// Wakers that a doorbell write of the host uses: that of the queue's own sleeper, and that of the
-/// thread, with the messages for the thread.
+/// Wakers for a doorbell write of the host: the waker of the queue's own sleeper, and the waker of
+/// the thread, with the messages for the thread.
 struct Parking<F> {
     queue: Wake<F>,
     thread: Wake,
@@ -166,8 +166,9 @@ fn a_parked_queue_is_woken() {
     }
 }
 
-/// Two concurrent doorbell writes for a parked queue. One of them may send no message, because the
-/// message of the other is enough. Between them, the queue may be woken and parked again.
+/// Two concurrent doorbell writes for a parked queue. Only one of the two writers may send a
+/// message, because one message is enough. Between the writes, the queue may be woken and parked
+/// again.
 #[test]
 fn two_doorbell_writes_for_a_parked_queue_lose_no_wakeup() {
     explore(Some(2), || {

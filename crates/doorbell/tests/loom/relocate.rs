@@ -36,7 +36,7 @@ pub(crate) fn relocated(twice: bool) {
     };
     owner.store(1, Ordering::Release);
     // In the shipped code, the old owner sends the queue to the new owner in a message. The model
-    // omits the message, so that it does not rely on its synchronization.
+    // omits this message, so that it does not rely on the synchronization by the message.
     let mut tail = SqTail::new(size, register);
     serve(&mut tail, &memory, 1, &mut sleeper, &wake);
     host.join().unwrap();

@@ -35,7 +35,7 @@ fn no_trapped_doorbell_is_lost() {
     explore(Some(3), || trapped::<FullFence, FullFence>(3));
 }
 
-/// Two threads write doorbells at the same time, and one of them may signal for both. If the
+/// Two threads write doorbells at the same time, and one thread may signal for both. If the
 /// controller sleeps twice, the second sleep may get a late wakeup that was for the first.
 #[test]
 fn two_wakers_share_a_signal_and_lose_no_wakeup() {

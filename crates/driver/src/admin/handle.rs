@@ -166,8 +166,8 @@ impl Admin {
         Ok(entries.take_while(|entry| entry.error_count != 0).collect())
     }
 
-    /// Get Features: returns dword 0 of the completion, which is the value of most features. Base
-    /// 2.1, 5.1.11.
+    /// Get Features: returns dword 0 of the completion, the value of most features. Base 2.1,
+    /// 5.1.11.
     ///
     /// # Errors
     /// [`CommandError`].

@@ -26,7 +26,7 @@ pub(super) struct Worker {
     sleeper: Sleeper<Arc<AtomicU32>>,
     /// For each slot of the queue, the index of the `Op` whose command is in the slot.
     op_of_slot: Box<[u32]>,
-    // Vectors that are kept for their capacity, so that a batch allocates no memory.
+    // Vectors that are reused, so that a batch allocates no memory.
     batch: Vec<(u32, Command, Option<Buffer>)>,
     done: Vec<(u32, Result<Completion, IoError>)>,
     wakers: Vec<Waker>,
@@ -135,9 +135,9 @@ impl Worker {
         for (index, command, buffer) in self.batch.drain(..) {
             let outcome = match self.queue.submit(command, buffer) {
                 Err(Refused { buffer, .. }) if command.tag_source() == TagSource::Given => {
-                    // `submit` refuses a command whose metadata is in `with_metadata`. Only such a
-                    // refused command is looked up there, so other commands do not pay for the
-                    // lookup.
+                    // `submit` refuses a command whose metadata is in `with_metadata`. Only refused
+                    // commands are looked up in `with_metadata`, so other commands do not pay for
+                    // the lookup.
                     submit_op_with_metadata(&mut self.queue, shared, index, buffer)
                 }
                 outcome => outcome,

@@ -106,8 +106,8 @@ impl BlockMetadata {
     }
 
     /// Generates the protection information of the block `data`, number `nth` of its command, in
-    /// the block's metadata `own`. The application tag is that of `fields`, and the reference tag
-    /// is derived from `fields`. The other metadata in `own` must be set before the call, because
+    /// the block's metadata `own`. The application tag is copied from `fields`, and the reference
+    /// tag is derived from `fields`. The caller must have set the other metadata in `own`, because
     /// the guard covers metadata that precede protection information.
     ///
     /// The method has no effect if `own` is too short, or the format has no protection information.

@@ -91,7 +91,7 @@ pub(crate) struct Core {
     pub(super) stats: QueueStats,
     pub(super) failed: Option<Arc<str>>,
     /// Tag dwords by slot, for commands with [`TagSource::Given`](crate::command::TagSource). Empty
-    /// until the first such command.
+    /// until the first command of this kind.
     pub(super) tags: Box<[Tags]>,
 }
 
@@ -362,7 +362,8 @@ impl Core {
         let due = unpublished >= (published / UNPUBLISHED_DIVISOR).min(MAX_UNPUBLISHED)
             && unpublished != 0;
         // The three calls are separate, so that each result is returned in a register and not
-        // stored to memory. For the cost of such a store, see `shadowbell_memory::SqeBatch`.
+        // stored to memory. For the cost of a store to memory at this point, see
+        // `shadowbell_memory::SqeBatch`.
         if !due {
             self.ring_cq_doorbell_if_short()?;
         } else if published >= MAX_UNPUBLISHED {
@@ -545,8 +546,8 @@ impl Core {
         self.failure()
     }
 
-    /// Marks the queue as failed. Later commands are refused: those with data because the transfer
-    /// limit is set to 0, those without data because `failed` is set.
+    /// Marks the queue as failed. Later commands are refused: commands with data because the
+    /// transfer limit is set to 0, and commands without data because `failed` is set.
     pub(super) fn set_failed(&mut self, why: impl FnOnce() -> Arc<str>) {
         self.failed.get_or_insert_with(why);
         self.max_transfer = 0;

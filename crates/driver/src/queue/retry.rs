@@ -30,7 +30,7 @@ enum LateState {
 struct LateCommand {
     /// Command identifier in the submitter's [`Token`].
     token_cid: u16,
-    /// Command identifier of the last submission, which the controller uses.
+    /// Command identifier of the last submission: the controller completes the command with it.
     cid: u16,
     /// Number of submissions after the first one.
     repeats: u8,
@@ -50,8 +50,8 @@ pub(crate) struct RetryTable {
     /// Late commands by slot. Empty until the first command is late.
     late: Vec<Option<LateCommand>>,
     late_count: usize,
-    /// Completions of commands that the driver has ended. The slot of such a command remains in use
-    /// until its completion is taken, because the submitter still counts the command as
+    /// Completions of commands that the driver has ended. The slot of an ended command remains in
+    /// use until the completion is taken, because the submitter still counts the command as
     /// outstanding.
     ended: VecDeque<Completion>,
     /// Maximum number of submissions of a command after the first one.
@@ -305,8 +305,8 @@ impl RetryTable {
 
     /// Takes the available completions, and stores them for [`take_ended`](Self::take_ended). Two
     /// kinds of commands remain outstanding: commands that were aborted by the deletion of their
-    /// queue, and late commands that were aborted and may be submitted again. The latter are not
-    /// submitted here: the new queue does not exist yet, so its doorbells must not be rung.
+    /// queue, and late commands that were aborted and may be submitted again. The late commands are
+    /// not submitted here: the new queue does not exist yet, so its doorbells must not be rung.
     fn drain(&mut self, core: &mut Core) {
         for _ in 0..core.cq_size.entries() {
             let Some(word) = core.pop_word() else { return };
@@ -433,8 +433,8 @@ mod tests {
         (core, sq)
     }
 
-    /// Checks that no completion is taken by a scan of the whole queue. Such scans of a long queue
-    /// would take half a minute.
+    /// Checks that no completion is taken by a scan of the whole queue. With one scan per
+    /// completion, a long queue would take half a minute.
     #[test]
     fn a_queue_that_has_ended_is_not_scanned_again() {
         let file = tempfile::tempfile().unwrap();

@@ -20,8 +20,8 @@ impl SpinPolicy {
 }
 
 impl Default for SpinPolicy {
-    /// Adaptive polling, up to 100 us. That is the latency of flash, to which a sleep would add 30
-    /// us or more.
+    /// Adaptive polling, up to 100 us. That is the latency of flash. A sleep would add 30 us or
+    /// more to this latency.
     fn default() -> Self {
         Self { max: Duration::from_micros(100), adaptive: true }
     }
@@ -30,7 +30,7 @@ impl Default for SpinPolicy {
 /// Current polling time of a [`SpinPolicy`].
 ///
 /// A wait that includes a sleep overestimates the device's latency: it includes the interrupt and
-/// the wakeup, which can double the wait. So a fast device looks slow while the queue sleeps.
+/// the wakeup, and these can double the wait. So a fast device looks slow while the queue sleeps.
 /// Therefore the queue regularly polls for the maximum time, as a trial.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpinWindow {

@@ -5,7 +5,7 @@
 //! every limit, and the fast path refuses the command as too long. Only refused commands are
 //! examined for tags, so commands without tags cost nothing extra. Tags that cannot be derived from
 //! the command are in a table by slot, for a possible second submission. The table is allocated
-//! with the first such command.
+//! when the first command needs it.
 
 use super::core::Core;
 use crate::command::{Command, TagSource, Token};

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 /// Sleep state of a queue pair: its pollable descriptors and recent signals.
 #[derive(Default)]
 pub(super) struct InterruptWait {
-    /// The eventfd and the device's hang-up socket, on which the queue sleeps. Created on first
-    /// use.
+    /// Epoll instance on which the queue sleeps, with the eventfd and the device's hang-up socket.
+    /// Created on first use.
     edges: Option<Edges>,
     /// Number of completions that had been taken when an interrupt last ended a sleep.
     completed_at_wakeup: Option<u64>,

@@ -279,8 +279,8 @@ impl QueuePair {
             self.publish_all()?;
             self.consume_signals();
             // A new completion signals the event, because both doorbells are published. Earlier
-            // completions are found by one more check of the queue, which the fence orders after
-            // the publication of the head.
+            // completions are found by one more check of the queue. The fence orders this check
+            // after the publication of the head.
             fence(Ordering::SeqCst);
             let slept = if self.is_ready() { true } else { self.sleep(deadline)? };
             if self.handle_new_state()? || slept {
@@ -299,7 +299,7 @@ impl QueuePair {
     #[cold]
     fn handle_state_change(&mut self) -> Result<(), QueueError> {
         // The queues may be created again here, which can cause further interrupts. So it is
-        // unknown whether the event has a stale signal.
+        // unknown whether the interrupt's eventfd has a stale signal.
         self.interrupt.clear_wakeup();
         self.queue.handle_state_change(&self.controller)
     }

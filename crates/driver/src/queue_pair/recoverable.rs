@@ -127,8 +127,8 @@ impl RecoverableQueue {
         self.end(controller, &why, false)
     }
 
-    /// Handles a change of the controller's state, and takes a completion: first those of commands
-    /// that the driver has ended, then others. Called when the completion queue has no entry.
+    /// Handles a change of the controller's state, and takes a completion. Completions of commands
+    /// that the driver has ended come first. Called when the completion queue has no entry.
     #[cold]
     pub(super) fn pop_aborted(&mut self, controller: &AttachedController) -> Option<Completion> {
         // An error is ignored here: the next call that rings the doorbell reports it.

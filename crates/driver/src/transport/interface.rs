@@ -43,8 +43,8 @@ pub trait Transport: Send + Sync {
     /// As [`read32`](Self::read32).
     fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError>;
 
-    /// Writes the doorbell at `offset` of BAR0. The write may be posted: the call need not wait for
-    /// its arrival, and writes to different doorbells may arrive in any order.
+    /// Writes the doorbell at `offset` of BAR0. The write may be posted: this method need not wait
+    /// until it has arrived, and writes to different doorbells may arrive in any order.
     ///
     /// # Errors
     /// [`TransportError`], if the write did not reach the device. Success does not prove that it

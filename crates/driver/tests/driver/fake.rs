@@ -185,8 +185,8 @@ impl Fake {
         state.post(qid, Cqe::new(sqe.cid, qid, 0, status, 0), None);
     }
 
-    /// Posts the completion `cqe`, which need not belong to a command. With `None` as `phase`, it
-    /// has the correct phase tag.
+    /// Posts the completion `cqe`. It need not belong to a command. With `None` as `phase`, it gets
+    /// the correct phase tag.
     pub(crate) fn post(&self, qid: u16, cqe: Cqe, sq_head: u16, phase: Option<bool>) {
         let mut state = self.state();
         let cqe = Cqe { sq_head, ..cqe };

@@ -215,7 +215,7 @@ fn plain_commands_let_the_controller_insert_and_strip() {
         assert_eq!(host.read(3, 60).unwrap(), data(3, 60));
 
         // Write Zeroes is executed with and without Deallocate. The protection information of a
-        // deallocated block consists of FFh bytes, which disable the checks.
+        // deallocated block consists of FFh bytes. This value disables the checks.
         for deallocate in [false, true] {
             let zeroes = host.namespace.write_zeroes(5, 4, deallocate).unwrap();
             assert_eq!(host.plain(zeroes, None).0, Status::SUCCESS);

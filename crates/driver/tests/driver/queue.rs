@@ -221,8 +221,8 @@ fn completions_without_a_command_are_ignored() {
     let pool = controller.buffers(4, 4096).unwrap();
     let token = queue.submit(read(&controller, 0, 8), pool.take()).unwrap();
     queue.ring().unwrap();
-    // Completions without a command: their identifiers are that of a free slot, that of no slot,
-    // and all ones.
+    // Completions without a command. Their identifiers belong to a free slot, belong to no slot, or
+    // are all ones.
     for cid in [token.cid() + 1, 15, 0x7ff, 0xffff] {
         fake.post(1, Cqe::new(cid, 1, 0, Status::SUCCESS, 0), 1, None);
         assert!(queue.pop().is_none());
@@ -299,7 +299,7 @@ fn invalid_queue_heads_are_ignored() {
 }
 
 /// If the driver reaps and submits many commands before it publishes the completion queue head,
-/// SQHD may advance by more than the length of the submission queue. The driver must accept such an
+/// SQHD may advance by more than the length of the submission queue. The driver must accept this
 /// SQHD.
 #[test]
 fn heads_are_correct_for_any_batch_between_two_rings() {

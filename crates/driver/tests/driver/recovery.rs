@@ -94,7 +94,7 @@ fn namespaces_are_read_again_when_they_change() {
     assert!(controller.check().unwrap());
     assert_eq!(controller.namespace(2).unwrap().blocks(), 77);
     assert!(!controller.check().unwrap());
-    // The program still receives the event.
+    // The program also receives the event Namespace Attribute Changed.
     assert_eq!(controller.admin().take_events(), [AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED]);
     // An event of another type does not make the driver execute Identify again.
     fake.event(AsyncEvent::TEMPERATURE_THRESHOLD.dw0());
@@ -203,9 +203,9 @@ fn a_duplicate_completion_does_not_end_the_repetition() {
     assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
 }
 
-/// When the driver deletes the queue of late commands, the controller aborts these commands. Their
-/// completions are in the completion queue after the deletion of the submission queue, and the
-/// driver finds them there.
+/// Commands that the controller aborts because the driver deletes their queue are resubmitted. The
+/// driver deletes the submission queue of late commands. After the deletion, the completions of the
+/// aborted commands are in the completion queue, and the driver finds them there.
 #[test]
 fn commands_aborted_with_their_queue_are_resubmitted() {
     let fake = Fake::new();

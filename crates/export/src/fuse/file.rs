@@ -7,7 +7,7 @@ use shadowbell_block::{Geometry, Zeroes};
 use std::time::SystemTime;
 
 /// Time in seconds for which the kernel may cache the file's attributes. It is short because the
-/// file's size changes with that of the disk.
+/// file's size changes when the disk is resized.
 const REMEMBER: u64 = 1;
 /// Maximum number of bytes of one `copy_file_range(2)` call, which cannot be interrupted. The
 /// program calls again for the rest.

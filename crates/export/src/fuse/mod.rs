@@ -73,7 +73,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Serves `disk` to the kernel, which sends requests to `device`, the descriptor of a
+    /// Serves `disk` to the kernel. The kernel's requests arrive on `device`, the descriptor of a
     /// [`Mount`]. `on_end` is called when the file system is unmounted for any reason.
     ///
     /// # Errors

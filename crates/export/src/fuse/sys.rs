@@ -16,8 +16,8 @@ pub(super) fn read(
 ) -> Result<usize, Errno> {
     let vectors = [head.vector, rest.vector];
     // SAFETY: each vector belongs to a room that is borrowed until the call returns. The room is
-    // either memory that is borrowed for writing, or shared memory that is writable, whose mapping
-    // is borrowed, and into which no Rust reference points.
+    // either memory that is borrowed for writing, or writable shared memory. The mapping of shared
+    // memory is borrowed, and no Rust reference points into it.
     let count = unsafe { libc::preadv2(device.as_raw_fd(), vectors.as_ptr(), 2, NO_OFFSET, 0) };
     usize::try_from(count).map_err(|_| last_error())
 }

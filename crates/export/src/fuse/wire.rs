@@ -71,7 +71,7 @@ const HEADER: usize = 40;
 pub(super) const WRITE_HEAD: usize = HEADER + 40;
 /// Size of an answer header, in bytes.
 const REPLY: usize = 16;
-/// Length in bytes of the longest answer without data, which is that with attributes.
+/// Length in bytes of the longest answer without data: the answer with attributes.
 const LONGEST: usize = REPLY + 16 + ATTRIBUTES;
 const ATTRIBUTES: usize = 88;
 
@@ -97,7 +97,7 @@ impl Fields<'_> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request<'a> {
     pub(super) opcode: u32,
-    /// Number of the request, which the answer repeats.
+    /// Number of the request. The answer contains the same number.
     pub(super) unique: u64,
     /// Fields that depend on the opcode.
     pub(super) fields: Fields<'a>,
@@ -138,7 +138,7 @@ pub(super) struct Attributes {
     pub(super) block_size: u32,
 }
 
-/// Inode number of the file, which is the root of its file system.
+/// Inode number of the file. The file is the root of its file system.
 const INODE: u64 = 1;
 
 impl Attributes {

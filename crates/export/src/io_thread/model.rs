@@ -3,8 +3,9 @@
 //!
 //! The disk of the model completes requests at any point at which a real disk can: between two
 //! calls of its queue, within them, and while the thread sleeps. The model executes every sequence
-//! of these choices. A wakeup is lost if the thread sleeps, its descriptor is not readable, and the
-//! disk has no request left to complete. Each [`Defect`] violates one rule of the protocol (see
+//! of these choices. A wakeup is lost if the thread sleeps although requests are unfinished, and
+//! nothing can wake it: its descriptor is not readable, no request is in flight at the disk, and no
+//! further request can arrive. Each [`Defect`] violates one rule of the protocol (see
 //! `shadowbell_block`, module `engine`), and must cause lost wakeups.
 
 use super::IoThread;
@@ -81,7 +82,7 @@ struct Model {
     second: Vec<u32>,
     is_signalled: bool,
     is_reaping: bool,
-    /// True after the execution. The disk then completes all requests.
+    /// True after the execution has ended. The disk then completes all requests.
     is_over: bool,
     event: EventFd,
 }
@@ -217,7 +218,7 @@ impl Loop {
         self.model.lock().choices.take(count)
     }
 
-    /// Decides whether a request arrives.
+    /// Chooses whether a further request arrives now. Returns true if so.
     fn arrives(&mut self) -> bool {
         let arrives = self.left != 0 && self.choose(2) == 1;
         self.left -= usize::from(arrives);
@@ -291,8 +292,9 @@ impl Loop {
                 self.io.prepare_sleep()
             };
             if may_sleep {
-                // If no request can arrive, no event is pending and the disk is idle, the loop
-                // waits for requests whose wakeup was lost.
+                // Requests are unfinished here. If the descriptor is not readable, no request is in
+                // flight at the disk, and none can arrive, nothing can wake the thread any more: a
+                // wakeup was lost.
                 if self.left == 0 && !self.is_readable() && self.model.lock().in_flight.is_empty() {
                     return false;
                 }

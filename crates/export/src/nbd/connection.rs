@@ -9,8 +9,8 @@
 //! its slot and data buffer until its reply is sent. To limit these buffers, a long read is
 //! executed in pieces, each after the previous piece was sent. In a structured reply, each piece is
 //! a chunk. A reply that must not be split (a simple reply, or one with the flag DF) cannot be
-//! interleaved with another reply. Such a read waits until no other request is in flight, and later
-//! requests wait for the read.
+//! interleaved with another reply. A long read with an unsplittable reply waits until no other
+//! request is in flight, and later requests wait for the read.
 
 use super::admission::NewClient;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};

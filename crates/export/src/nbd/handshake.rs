@@ -11,7 +11,7 @@ use std::sync::Arc;
 const MAX_OPTION: u32 = 64 << 10;
 /// Length in bytes of the longest option that is skipped. A longer one ends the session.
 const MAX_SKIPPED: u32 = 16 << 20;
-/// Largest number of options in a session, which limits the length of the handshake.
+/// Largest number of options in a session. It limits the length of the handshake.
 const MAX_OPTIONS: u32 = 1024;
 /// Identifier of the metadata context [`BASE_ALLOCATION`] in replies.
 pub const ALLOCATION_CONTEXT: u32 = 1;
@@ -19,7 +19,7 @@ pub const ALLOCATION_CONTEXT: u32 = 1;
 /// Properties of the exported disk.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// Name of the export, which is also the default export.
+    /// Name of the export. The same export is the default export (the empty name).
     pub name: String,
     /// Description, as a line of text.
     pub description: String,
@@ -140,8 +140,8 @@ impl Handshake {
     pub const LONGEST: usize = MAX_OPTION as usize + 16;
 
     /// Processes input of the client, appends replies to `out`, and returns the number of bytes
-    /// used. The caller repeats the call with the remaining input and new input, until the result
-    /// is not [`Step::More`] or no bytes are used.
+    /// used. The caller calls this method again with the remaining input and new input, until the
+    /// result is not [`Step::More`] or no bytes are used.
     pub fn advance(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
         if self.skip > 0 {
             let here = self.skip.min(input.len() as u64);

@@ -6,7 +6,7 @@ use shadowbell_tls::ServerTls;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// Name of the export, which is also the default export.
+    /// Name of the export. The same export is the default export (the empty name).
     pub name: String,
     /// Description, as a line of text.
     pub description: String,

@@ -20,8 +20,8 @@ const FIRST: u32 = 64;
 /// some microseconds to send a request.
 const PROBE_TRIES: u32 = 32;
 const TRIES: u32 = 4;
-/// Number of useless waits in a period after which the client is probed again, because its
-/// behaviour has changed.
+/// Number of useless waits in a period after which the client counts as changed, and is probed
+/// again.
 const MISSES: u32 = 16;
 
 /// State of the reply coalescing of a client.
@@ -32,8 +32,8 @@ pub(super) struct ReplyCoalescing {
     is_probing: bool,
     /// Number of requests until the next probe.
     left: u32,
-    /// Number of held replies at the last call. `tries` counts the attempts for them, and `misses`
-    /// the useless waits in this period.
+    /// Number of held replies at the last call. `tries` counts the attempts to receive further
+    /// requests while they are held, and `misses` the useless waits in the current period.
     waiting: usize,
     tries: u32,
     misses: u32,

@@ -19,15 +19,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(super) struct Offer {
     pub(super) disk: BlockDevice,
     pub(super) export: Arc<Export>,
-    /// Sequence number of the offer: the number of offers before this one.
+    /// Sequence number of the offer: 0 for the first offer.
     number: u64,
 }
 
 /// Current offer, and the threads of the server.
 struct State {
     offer: Offer,
-    /// For each thread, the event that ends its sleep, and the number of the offer that the
-    /// thread's client got. For the listening thread, that number is `u64::MAX`.
+    /// For each thread, the number of the offer that its client got, and the eventfd that ends its
+    /// sleep. For the listening thread, the number is `u64::MAX`.
     threads: BTreeMap<u64, (u64, EventFd)>,
 }
 
@@ -97,7 +97,7 @@ impl ServerShared {
         self.ending.load(Ordering::SeqCst)
     }
 
-    /// Registers the `waker` of the listening thread, which [`end`](Self::end) signals.
+    /// Registers the `waker` of the listening thread. [`end`](Self::end) signals it.
     pub(super) fn register(self: &Arc<Self>, waker: EventFd) -> Registered {
         self.insert(&mut self.state.lock(), u64::MAX, waker)
     }

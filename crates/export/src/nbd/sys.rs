@@ -39,8 +39,8 @@ pub(super) fn receive(
     message.msg_iov = vectors.as_mut_ptr();
     message.msg_iovlen = vectors.len() as _;
     // SAFETY: each vector belongs to a room that is borrowed until the call returns. The room is
-    // either memory that is borrowed for writing, or shared memory that is writable, whose mapping
-    // is borrowed, and into which no Rust reference points.
+    // either memory that is borrowed for writing, or writable shared memory. The mapping of shared
+    // memory is borrowed, and no Rust reference points into it.
     let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, 0) };
     usize::try_from(count).map_err(|_| last_error())
 }

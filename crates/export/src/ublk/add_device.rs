@@ -61,7 +61,7 @@ pub(super) fn find(control: &mut Control, id: u32) -> Result<Option<DeviceInfo>,
 }
 
 /// True if a server created the device and was killed before it started the device. With `recover`,
-/// this function removes such a device.
+/// this function removes the unstarted device.
 pub(super) fn was_never_started(
     control: &mut Control,
     id: u32,

@@ -70,9 +70,9 @@ pub enum WhyCopied {
 }
 
 /// Marks the process as an I/O flusher. When this process needs memory, the kernel usually writes
-/// cached data to disks in order to free memory. For an I/O flusher the kernel does not do so,
-/// because one of these disks might be the one that this process serves. Must be called before
-/// other threads start, which inherit the mark. Has no effect without the capability
+/// cached data to disks in order to free memory. When an I/O flusher needs memory, the kernel does
+/// not write, because it might write to the disk that this process serves. Must be called before
+/// other threads start: they inherit the mark. Has no effect without the capability
 /// CAP_SYS_RESOURCE.
 pub fn mark_as_io_flusher() {
     if let Err(errno) = rustix::process::configure_io_flusher_behavior(true) {

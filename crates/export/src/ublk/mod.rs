@@ -25,8 +25,9 @@
 //!   device in this process and bypasses the page cache, the thread uses that ring to transfer data
 //!   directly between the disk's file and the registered memory. Other requests (discards, zeroes,
 //!   flushes, and data whose address the storage refuses) go to the thread's queue of the disk. If
-//!   such a device is taken over with another kind of disk, all requests go to that queue. The
-//!   server then copies their data from and to the kernel (`UBLK_F_USER_COPY`).
+//!   a zero-copy device is taken over with another kind of disk, all requests go to the thread's
+//!   queue of the disk. The server then copies their data from and to the kernel
+//!   (`UBLK_F_USER_COPY`).
 //!
 //! # When the server dies
 //!

@@ -28,7 +28,7 @@ use std::time::Instant;
 /// answers when it has this many.
 const BATCH: usize = 32;
 
-/// Report of a thread after its start: either the event that ends its sleep, or an error.
+/// Report of a thread after its start: either the eventfd that ends its sleep, or an error.
 pub(super) type Started = io::Result<EventFd>;
 
 /// State that the threads of a device's queues and its owner share.

@@ -1,12 +1,13 @@
-//! System calls without a safe interface: the commands of ublk, which use io_uring.
+//! System calls without a safe interface: the commands of ublk, sent through io_uring.
 //!
 //! The kernel accesses the memory of a command from its submission until its completion is
 //! collected. Therefore the type that submits a command owns that memory for this time: [`Control`]
 //! waits for each of its commands, and a [`Queue`] keeps the buffer of a tag while the kernel has
-//! the tag. When one of them is dropped, memory that the kernel may still use is leaked.
+//! the tag. The drop of a [`Control`] or a [`Queue`] leaks memory that the kernel may still use.
 //!
-//! A call on the image's file transfers data from or to memory of the kernel. An index in the
-//! ring's buffer table identifies that memory. So this process need not keep memory for the call.
+//! A read or write of the image's file transfers data to or from memory of the kernel. An index in
+//! the ring's buffer table identifies that memory. So this process need not own memory for the
+//! transfer.
 
 use super::wire::{
     ABORTED, ControlCommand, Descriptor, DeviceInfo, IoCommand, control, data_of, descriptors,
@@ -155,7 +156,7 @@ impl Device {
     }
 
     /// Copies the data of a write into `to`. Used for a device with zero copy, because the ublk
-    /// driver does not copy the data of such a device.
+    /// driver does not copy its data.
     pub(super) fn copy_from(&self, queue: u16, tag: u16, mut to: &mut [u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !to.is_empty() {
@@ -171,7 +172,7 @@ impl Device {
     }
 
     /// Copies the data of a read to the request's memory. Used for a device with zero copy, because
-    /// the ublk driver does not copy the data of such a device.
+    /// the ublk driver does not copy its data.
     pub(super) fn copy_to(&self, queue: u16, tag: u16, mut from: &[u8]) -> Result<(), Errno> {
         let mut at = data_of(queue, tag);
         while !from.is_empty() {
@@ -193,7 +194,8 @@ pub(super) enum Event {
     /// New request. If the driver copies, the buffer contains the data of a write. Otherwise the
     /// buffer is empty.
     Request { tag: u16, descriptor: Descriptor, buffer: Vec<u8> },
-    /// End of a call on the image's file, with the number of bytes or a negative error number.
+    /// End of a read or write of the image's file, with the number of bytes or a negative error
+    /// number.
     Called { tag: u16, result: i32 },
     /// Expiry of the timer for timeout checks.
     Tick,
@@ -209,7 +211,7 @@ enum Tag {
     Ours,
     /// The driver, with the tag's buffer.
     Driver(Vec<u8>),
-    /// A call on the image's file, which is in flight for the request.
+    /// The kernel, for a read or write of the image's file that the request consists of.
     Called,
 }
 
@@ -220,7 +222,7 @@ pub(super) struct Queue {
     queue: u16,
     descriptors: SharedBytes,
     tags: Vec<Tag>,
-    /// Number of calls on the image's file that are in flight.
+    /// Number of reads and writes of the image's file that are in flight.
     calls: usize,
     /// True if the image's file is registered with the ring.
     has_image: bool,
@@ -232,8 +234,8 @@ pub(super) struct Queue {
 
 impl Queue {
     /// Opens queue number `queue` of a device. The next [`enter`](Self::enter) passes the queue's
-    /// tags to the kernel, each with a buffer if the driver copies. Zero-copy calls use the file
-    /// `image`.
+    /// tags to the kernel, each with a buffer if the driver copies. With zero copy, the queue reads
+    /// and writes the file `image`.
     pub(super) fn open(
         device: Arc<Device>,
         queue: u16,
@@ -326,7 +328,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Submits a call on the image's file, with the memory of the request that has this tag.
+    /// Submits a read or write of the image's file, to or from the memory of the request that has
+    /// this tag.
     ///
     /// # Errors
     /// If the tag belongs to the kernel, no file is registered, or the ring is full: bugs of this
@@ -340,7 +343,7 @@ impl Queue {
         if !self.has_image {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // The call uses a registered buffer in the kernel's memory, so it specifies an offset from
+        // The buffer is registered and in the kernel's memory, so the entry contains an offset from
         // the buffer's start instead of an address.
         let at = std::ptr::without_provenance_mut::<u8>(skip);
         let entry: Entry = if call.writes {
@@ -351,8 +354,8 @@ impl Queue {
             opcode::ReadFixed::new(IMAGE, at, len, tag).offset(call.offset).build()
         };
         let entry = entry.user_data(CALL | u64::from(tag));
-        // SAFETY: the kernel owns the memory, keeps it while a call uses it, and checks that the
-        // call does not exceed it. The ring holds the file.
+        // SAFETY: the kernel owns the buffer, keeps it while the read or write uses it, and checks
+        // that the transfer does not exceed it. The ring holds the file.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.map_err(|_| io::ErrorKind::WouldBlock)?;
         *place = Tag::Called;
@@ -360,7 +363,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Requests the cancellation of the call for this tag.
+    /// Requests the cancellation of the read or write of the image's file that is in flight for
+    /// this tag.
     pub(super) fn cancel(&mut self, tag: u16) {
         let entry = opcode::AsyncCancel::new(CALL | u64::from(tag)).build().user_data(CANCEL);
         // SAFETY: a cancellation refers to no memory.
@@ -404,8 +408,8 @@ impl Queue {
         self.ticking = pushed.is_ok();
     }
 
-    /// Submits prepared commands and gets completions, by one system call. With `wait`, the call
-    /// blocks until there is a completion.
+    /// Submits prepared commands and gets completions, by one system call. With `wait`, blocks
+    /// until there is a completion.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         let prepared = self.ring.submission().len() as u32;
         let flags = EnterFlags::GETEVENTS.bits();

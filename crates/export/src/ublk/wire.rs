@@ -131,7 +131,7 @@ pub(super) struct DeviceInfo {
     pub(super) server_pid: i32,
     pub(super) pad1: u32,
     pub(super) flags: u64,
-    /// Flags of the server, which the driver stores without interpretation.
+    /// Flags of the server. The driver stores them without interpretation.
     pub(super) server_flags: u64,
     pub(super) owner_uid: u32,
     pub(super) owner_gid: u32,

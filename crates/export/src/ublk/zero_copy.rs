@@ -58,7 +58,7 @@ impl ZeroCopy {
         Self { file, timeout, read_only: geometry.read_only, moving, pending: 0 }
     }
 
-    /// File of the disk, on which the calls are made.
+    /// File of the disk. The queue's thread reads and writes it.
     pub(super) fn file(&self) -> &RawFile {
         &self.file
     }

@@ -108,7 +108,7 @@ impl Device {
     }
 
     /// Waits until the queue's thread no longer serves the queue, and then stops the queue.
-    /// Meanwhile the thread answers the requests in flight, except those of a hung disk.
+    /// Meanwhile the thread answers the requests in flight, except requests to a hung disk.
     pub(super) fn stop_queue(&self, index: usize) {
         if let Some((_, queue)) = self.queues.get(index) {
             queue.lock().stop();

@@ -1,4 +1,4 @@
-//! State of a virtio queue that is kept while the queue is not served.
+//! State of a virtio queue between the times in which a thread serves it.
 
 use super::inflight::{Found, Inconsistent, Tracker};
 use super::ring::{Config, Ring};

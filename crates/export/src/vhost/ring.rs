@@ -1,4 +1,4 @@
-//! Configuration of a virtio queue, which the frontend can change while a thread serves the queue.
+//! Configuration of a virtio queue. The frontend can change it while a thread serves the queue.
 
 use ::shadowbell_memory::EventFd;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};

@@ -117,7 +117,7 @@ pub(super) struct ServedQueue<'a, F> {
     /// Request that waits for a slot.
     stalled: Option<u16>,
     chain: Chain,
-    /// Unused lists of segments, kept for their capacity.
+    /// Unused lists of segments, for reuse by later requests.
     spare: Vec<Segments>,
     /// Completed requests. The list is empty between uses, and keeps its capacity.
     done: Vec<(usize, Completed)>,
@@ -222,7 +222,7 @@ impl<'a, F: Future<Output = Completed>> ServedQueue<'a, F> {
         false
     }
 
-    /// Executes all requests of the queue, including those that arrive during the call.
+    /// Executes all requests of the queue, including requests that arrive meanwhile.
     pub(super) fn run_dry(mut self, log_error: &mut dyn FnMut(&InvalidIndex)) {
         loop {
             match self.pass(true) {

@@ -86,7 +86,7 @@ impl SplitRing {
             notified: next_used,
             wants_kicks: true,
         };
-        // The loads check the alignment, on which every later access depends.
+        // These loads check the alignment. Every later access depends on it.
         ring.available.load_u16_acquire(0)?;
         ring.used.load_u16_acquire(0)?;
         Some(ring)
@@ -310,8 +310,8 @@ mod tests {
             wanted.push(ring.wants_notification());
         }
         assert_eq!(wanted, [false, true, false]);
-        // The guest requests an interrupt for the fifth answer, which is in the middle of three
-        // answers that are published together.
+        // The guest requests an interrupt for the fifth answer: the middle one of three answers
+        // that are published together.
         put(&bytes, event, 4);
         (0..3).for_each(|_| ring.put(0, 1));
         ring.publish();

@@ -330,7 +330,7 @@ fn requests_that_the_disk_holds_keep_no_other_waiting() {
     if !is_possible() {
         return;
     }
-    // Number of requests that the disk holds, which is more than the mount has threads.
+    // Number of requests that the disk holds: more than the number of the mount's threads.
     const HELD: usize = 40;
     let rig = Rig::new(8, false);
     let file = rig.open();

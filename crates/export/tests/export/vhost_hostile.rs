@@ -170,8 +170,8 @@ fn page_tables_of_a_frontend_are_limited() {
     });
 }
 
-/// The frontend truncates the file of its guest memory. An access beyond the new end raises SIGBUS,
-/// which must end the connection and not the process.
+/// The frontend truncates the file of its guest memory. An access beyond the new end raises SIGBUS.
+/// It must end the connection and not the process.
 #[test]
 fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
     short_blocks(|| {
@@ -211,7 +211,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
 }
 
 /// Guest memory in huge pages that the machine does not have. The file can be mapped, but an access
-/// raises SIGBUS, which must only end the connection.
+/// raises SIGBUS. It must end only the connection.
 #[test]
 fn missing_huge_pages_disconnect_the_frontend() {
     each_block_size(|| {
@@ -263,8 +263,8 @@ fn a_full_or_empty_eventfd_stalls_no_thread() {
     });
 }
 
-/// The available index announces more chains than the queue has entries. The guest can write such
-/// an index without the help of its VMM.
+/// The available index announces more chains than the queue has entries. The guest can write this
+/// index without the help of its VMM.
 #[test]
 fn an_invalid_available_index_keeps_no_thread_busy() {
     each_block_size(|| {

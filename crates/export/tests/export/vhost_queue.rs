@@ -77,7 +77,8 @@ fn long_requests_come_to_the_disk_in_parts_of_a_mebibyte() {
     });
 }
 
-/// The frontend changes the memory table, the call eventfd and the enable flag of a running queue.
+/// The frontend changes the memory table, the call eventfd (VHOST_USER_SET_VRING_CALL) and the
+/// enable flag of a running queue.
 #[test]
 fn a_running_queue_survives_new_memory_and_eventfds() {
     for without in [0, EVENT_IDX] {

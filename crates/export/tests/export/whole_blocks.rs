@@ -1,6 +1,6 @@
-//! Writes of whole blocks, which the server receives directly into buffers of the disk's queue,
-//! mixed with writes of parts of blocks, which it copies. Afterwards the disk must have the
-//! contents of all writes.
+//! Writes of whole blocks, mixed with writes of parts of blocks. The server receives whole blocks
+//! directly into buffers of the disk's queue, and copies parts of blocks. Afterwards the disk must
+//! have the contents of all writes.
 
 use crate::client::Client;
 use crate::nbd::Rig;

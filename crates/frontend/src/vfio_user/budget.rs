@@ -6,13 +6,13 @@
 //! accept clients. So all clients together get less than these limits, and each client gets at most
 //! **half of what the others leave**. The first client can get much, and there is always room for
 //! the next one. (A real machine uses as many addresses as it has memory, and a few dozen
-//! mappings.) The same rule applies to the descriptors of the clients' files, which this process
-//! keeps for the next server process (upgrade or recovery).
+//! mappings.) The same rule applies to the descriptors of the clients' files: this process stores
+//! them for the next server process (upgrade or recovery).
 
 use parking_lot::Mutex;
 use std::sync::{Arc, LazyLock};
 
-/// Address space for all clients in bytes, which is half of the address space on x86-64.
+/// Address space for all clients in bytes: half of the address space on x86-64.
 const BYTES: u64 = 64 << 40;
 
 /// Default limit of the mappings of a process (`vm.max_map_count`).
@@ -52,8 +52,8 @@ fn mappings(count: u64) -> u64 {
 }
 
 /// Number of descriptors for all clients: a quarter of the limit. Another quarter is for duplicates
-/// of these descriptors, which the next server process gets. The rest is for sockets, interrupts
-/// and disks.
+/// of these descriptors, for the next server process. The rest is for sockets, interrupts and
+/// disks.
 fn descriptors() -> u64 {
     use rustix::process::{Resource, getrlimit};
     getrlimit(Resource::Nofile).current.unwrap_or(MAX_DESCRIPTORS).min(MAX_DESCRIPTORS) / 4

@@ -42,7 +42,8 @@ struct MappingRelease {
     closer: Arc<Closer>,
     /// Address space of the mapping. It is returned only after the memory is unmapped.
     reservation: Arc<Reservation>,
-    /// Counts the ranges that have a mapping of their own: each such mapping holds a reference.
+    /// Counter of the ranges that have a mapping of their own: each of these mappings holds a
+    /// reference to it.
     single: Option<Arc<()>>,
 }
 
@@ -90,7 +91,7 @@ struct Key {
     protection: Protection,
 }
 
-/// Descriptor of a file, kept while at least one range of the file is shared.
+/// Open descriptor of a file, while at least one range of the file is shared.
 pub(super) struct RetainedFile {
     pub(super) fd: Arc<PeerFd>,
     _counts_for: Reservation,
@@ -129,8 +130,8 @@ impl Files {
         }
     }
 
-    /// Descriptor to use for the file of `fd`. The descriptor is kept while the returned value
-    /// exists. Returns `None` if the account has no descriptor left.
+    /// Descriptor to use for the file of `fd`. It stays open while the returned value exists.
+    /// Returns `None` if the account has no descriptor left.
     pub(super) fn retain_file(
         &mut self,
         fd: &Arc<PeerFd>,

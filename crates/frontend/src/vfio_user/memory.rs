@@ -28,8 +28,8 @@ struct Range {
     len: u64,
     /// Mapped bytes. `None` for a range without a descriptor, which cannot be mapped.
     bytes: Option<SharedBytes>,
-    /// File of the range, if its descriptor is kept. The field after it is the offset of the range
-    /// in the file.
+    /// File of the range, if its descriptor is still open. The field after it is the offset of the
+    /// range in the file.
     file: Option<Arc<RetainedFile>>,
     offset: u64,
     protection: Protection,

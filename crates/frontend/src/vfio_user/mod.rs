@@ -127,7 +127,8 @@ struct SavedDevice {
 }
 
 impl ControllerDevice {
-    /// Creates a PCI function for `controller`, to which no other front end may be connected.
+    /// Creates a PCI function for `controller`. No other front end may be connected to the
+    /// controller.
     ///
     /// # Errors
     /// [`FunctionError`], if a PCI function cannot have the controller's number of vectors.
@@ -260,10 +261,10 @@ impl Device for ControllerDevice {
         Ok(match index {
             // `noresize` is not set, because vectors can be added one by one.
             irq::MSIX => IrqInfo { count: self.vectors(), eventfd: true, ..IrqInfo::default() },
-            // Interrupt for errors that make the device unusable. It is never raised: this
-            // controller reports failures in CSTS.CFS, from which a host can recover, whereas QEMU
-            // would stop the machine. It exists because QEMU warns at each start if a device does
-            // not have it.
+            // Interrupt for errors that make the device unusable. It is never raised, because QEMU
+            // would then stop the machine. This controller reports failures in CSTS.CFS, so that a
+            // host can recover. It exists because QEMU warns at each start if a device does not
+            // have it.
             irq::ERR => IrqInfo { count: 1, eventfd: true, noresize: true, ..IrqInfo::default() },
             _ => IrqInfo::default(),
         })

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// Bytes of one slot, which stores one range.
+/// Bytes of one slot. A slot stores one range.
 const SLOT: usize = 64;
 /// Offsets of the words in a slot: moment at which the range was added, moment at which it was
 /// removed (0 for never), IOVA, length, number of the file plus 1 (0 for no file), offset in the
@@ -81,7 +81,7 @@ pub(super) struct WrittenRanges {
     changes: BTreeMap<u64, Option<Arc<RetainedFile>>>,
     /// Number of the next lasting descriptor.
     next: u64,
-    /// Number of mapped ranges whose file has no kept descriptor.
+    /// Number of mapped ranges whose file has no open descriptor.
     without_file: u32,
 }
 
@@ -108,7 +108,7 @@ impl WrittenRanges {
         })
     }
 
-    /// Adds a range with its file. If the range `is_mapped` but its file has no kept descriptor,
+    /// Adds a range with its file. If the range `is_mapped` but its file has no open descriptor,
     /// checkpoints become impossible, because the next server process could not map the range.
     pub(super) fn add(
         &mut self,
@@ -130,8 +130,8 @@ impl WrittenRanges {
         self.write(slot, REMOVED, 0);
         self.write(slot, IOVA, iova);
         self.write(slot, LEN, len);
-        // The word is 0 for a range without a file. If such a range is mapped, `without_file`
-        // prevents checkpoints.
+        // The word is 0 for a range without a file. If the range is mapped nevertheless,
+        // `without_file` prevents checkpoints.
         self.write(slot, FILE, file.map_or(0, |number| number + 1));
         self.write(slot, OFFSET, offset);
         self.write(slot, WRITABLE, u64::from(protection == Protection::ReadWrite));
@@ -182,7 +182,7 @@ impl WrittenRanges {
     /// lasting descriptors to `fds`.
     ///
     /// # Errors
-    /// A mapped range has no kept descriptor, or the system has no descriptors.
+    /// The file of a mapped range has no open descriptor, or the system has no descriptors.
     pub(super) fn record(&mut self, fds: &mut Descriptors) -> Result<SavedRanges, SaveError> {
         if self.without_file > 0 {
             return Err(too_many_files());

@@ -1,4 +1,4 @@
-//! Identity of an eventfd, independent of its descriptor number, which may be reused.
+//! Identity of an eventfd, independent of its descriptor number: descriptor numbers are reused.
 
 use std::sync::{Arc, Weak};
 

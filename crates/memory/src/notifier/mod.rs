@@ -9,10 +9,11 @@
 //! no descriptor per eventfd. A repeated signal to an eventfd costs one system call, like a write.
 //! To change the eventfd of a ring costs two more.
 //!
-//! Linux AIO is used if io_uring is not permitted, or if the kernel is older than 5.19: there, a
-//! change of a ring's eventfd waits for all processors. AIO is the second choice, because a process
-//! with an AIO context does not end until the kernel has waited for all processors twice (35 ms,
-//! measured under load), and the process that recovers its controllers has to wait for that end.
+//! Linux AIO is used if io_uring is not permitted, or if the kernel is older than 5.19: in older
+//! kernels, a change of a ring's eventfd waits for all processors. AIO is the second choice,
+//! because a process with an AIO context does not end until the kernel has waited for all
+//! processors twice (35 ms, measured under load), and the process that recovers its controllers has
+//! to wait for that end.
 
 mod aio;
 mod id;

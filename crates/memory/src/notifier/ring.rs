@@ -11,14 +11,14 @@ use std::sync::LazyLock;
 
 /// Largest number of retries of a system call that fails temporarily.
 const RETRIES: u32 = 100;
-/// Number of entries of a ring, which has one request in flight at a time.
+/// Number of entries of a ring. A ring has one request in flight at a time.
 const ENTRIES: u32 = 2;
 /// Number of eventfds that a thread signals by one system call each. A signal to a further eventfd
 /// takes three system calls.
 const RINGS_OF_A_THREAD: usize = 64;
 
 /// Rings of the process. A ring can only execute no-operation requests, and signal its eventfd when
-/// one of them completes.
+/// a request completes.
 static RESERVE: Reserve = Reserve::new("signals", || {
     let allowed = Allowed {
         opcodes: &[opcode::Nop::CODE],

@@ -168,8 +168,8 @@ fn return_to_kernel(
         _ => {}
     }
     if let Some(group) = function.group.filter(|_| function.is_for_programs()) {
-        // If a program has the function open, the write that unbinds it would block until the
-        // program closes it. So such a function is refused.
+        // A function that a program has open is refused, because the write to `unbind` would block
+        // until the program closes the function.
         let path = paths.dev.join(format!("vfio/{group}"));
         if fs::OpenOptions::new().read(true).write(true).open(&path).is_err_and(|error| {
             error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error())

@@ -141,8 +141,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// Number of doorbell writes that the driver counts and the controller does not. With shadow
 /// doorbells, a doorbell write signals an eventfd. Several signals are merged to one if the
-/// controller has not read the eventfd in between (`shadowbell_memory::Signals`), which is more
-/// frequent on a busy machine.
+/// controller has not read the eventfd in between (`shadowbell_memory::Signals`). This happens more
+/// often on a busy machine.
 fn merged_signals(row: &Row) -> u64 {
     let counts = row.driver_mmio_writes.zip(row.controller_mmio_writes);
     counts.map_or(0, |(driver, controller)| driver.saturating_sub(controller))

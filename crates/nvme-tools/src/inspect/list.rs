@@ -20,7 +20,7 @@ pub struct ListArgs {
     pub(crate) output: Output,
 }
 
-/// A controller cannot be attached. The verb ends at the first such controller.
+/// A controller cannot be attached. The verb ends at the first controller that cannot be attached.
 pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let mut devices = Vec::new();
     let mut table =

@@ -87,7 +87,7 @@ pub struct LoadConfig {
     pub iodepth_batch: Option<u32>,
     /// Number of jobs.
     pub numjobs: u16,
-    /// Number of threads, which share the jobs.
+    /// Number of threads. The jobs are distributed over the threads.
     pub threads: u16,
     /// Duration of the measurement.
     pub runtime: Duration,
@@ -115,7 +115,8 @@ pub struct LoadConfig {
     pub timeout: Duration,
     /// CPUs to pin the threads to.
     pub pin: Vec<usize>,
-    /// Measure the latency of one I/O in this many; `None` to choose by the rate.
+    /// Sampling interval of latencies: the latency of one in `latency_sample` I/Os is measured.
+    /// With `None`, the interval depends on the rate.
     pub latency_sample: Option<u32>,
     /// Process whose CPU time is reported as the controller's.
     pub server_pid: Option<u32>,

@@ -35,9 +35,9 @@ pub(super) trait IoSource: Send {
     /// Called after the command in slot `slot` completed successfully.
     fn completed(&mut self, slot: usize, buffer: Option<&Buffer>);
 
-    /// Switches to the verification pass, in which [`next`](Self::next) returns one read for each
-    /// block that has to be verified. Called after the run, with no I/O in flight. Returns false if
-    /// no block has to be verified.
+    /// Switches to the verification pass. In this pass, [`next`](Self::next) returns one read for
+    /// each block that has to be verified. Called after the run, with no I/O in flight. Returns
+    /// false if no block has to be verified.
     fn read_back(&mut self) -> bool;
 
     /// Result of the verification; `None` without verification.
@@ -110,8 +110,8 @@ pub(super) struct Checked {
     /// Byte offset of the job's share in the namespace.
     start: u64,
     seed: u32,
-    /// True if the run only reads, and verifies content that an earlier run wrote. A run that
-    /// writes verifies only the blocks that it wrote itself.
+    /// True if the run only reads, and verifies content of an earlier run. A run with writes
+    /// verifies only the blocks that it has written itself.
     only_reads: bool,
     /// Next block of the verification pass.
     back: Option<usize>,

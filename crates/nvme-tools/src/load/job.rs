@@ -1,4 +1,4 @@
-//! Job: a queue pair that is kept at its queue depth.
+//! Job: a queue pair, and the loop that keeps it at its queue depth.
 
 use super::config::{LoadConfig, Slice};
 use super::io_source::{CheckSummary, IoSource};
@@ -10,8 +10,8 @@ use hdrhistogram::Histogram;
 use shadowbell_driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use std::time::{Duration, Instant};
 
-/// A paced job spins instead of sleeping if its next I/O is due sooner than this, which is somewhat
-/// longer than the wake-up latency of a thread.
+/// A paced job spins instead of sleeping if its next I/O is due sooner than this. The time is
+/// somewhat longer than the wake-up latency of a thread.
 const SPIN_BEFORE_DUE: Duration = Duration::from_micros(200);
 
 /// Bit of an element of `Job::stamps`: the I/O is a write of a mixed workload.
@@ -451,8 +451,8 @@ impl Mixed {
         Ok(Self { writes: 0, latencies: Directions { read: histogram()?, write: histogram()? } })
     }
 
-    /// Records the latency of an I/O as that of a read or of a write, as bit [`WRITE`] of its
-    /// `stamp` (an element of `Job::stamps`) tells.
+    /// Records the latency of a read or a write. Bit [`WRITE`] of the I/O's `stamp` (an element of
+    /// `Job::stamps`) distinguishes the two.
     fn record(&mut self, stamp: u64, latency: u64) {
         let Directions { read, write } = &mut self.latencies;
         if stamp & WRITE == 0 { read } else { write }.saturating_record(latency);

@@ -221,8 +221,8 @@ fn read_back<L: IoSource>(
     Ok(())
 }
 
-/// Sampling interval: measure one I/O in this many, computed from the rate during warm-up. The
-/// number is odd, so that samples do not always hit the same position of the queue.
+/// Sampling interval of latencies, in I/Os, computed from the rate during warm-up. The number is
+/// odd, so that samples do not always hit the same position of the queue.
 fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
     let seconds = (now.at - ramp.at).as_secs_f64();
     if seconds <= 0.0 {

@@ -195,7 +195,7 @@ impl Pace {
         *self.due.get_or_insert(now)
     }
 
-    /// Sets the start time of the next I/O, which does not depend on a delay of the one before.
+    /// Sets the start time of the next I/O. It does not depend on a delay of the previous I/O.
     #[inline]
     pub(super) fn advance(&mut self) {
         let Some(due) = &mut self.due else { return };

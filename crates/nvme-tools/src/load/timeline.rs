@@ -15,7 +15,7 @@ const SHORTEST: Duration = Duration::from_millis(10);
 const MAX_INTERVALS: u64 = 1600;
 const MIN_INTERVALS: u64 = 20;
 
-/// Returns the length of a run's intervals, such that the run has at most a hundred of them.
+/// Returns the length of a run's intervals, for at most a hundred intervals per run.
 #[must_use]
 pub(crate) fn interval(runtime: Duration, jobs: u16) -> Duration {
     let count = (MAX_INTERVALS / u64::from(jobs.max(1))).clamp(MIN_INTERVALS, 100);

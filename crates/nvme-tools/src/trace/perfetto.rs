@@ -3,8 +3,8 @@
 //!
 //! An I/O thread is a thread of the process "workers". A controller is a process with two tracks
 //! for each of its queues (commands and doorbell) and a track for each interrupt vector. Arrows
-//! connect a command to its completion, completions to their interrupt, and a doorbell write that
-//! ended the sleep of an I/O thread to the end of that sleep.
+//! connect a command to its completion, and completions to their interrupt. If a doorbell write
+//! ended the sleep of an I/O thread, an arrow connects the write to the end of the sleep.
 //!
 //! Requirements of the format: slices of a track do not overlap, and an arrow ends at the slice of
 //! its track that began last. Viewers process events with equal times in the order of the file.
@@ -147,7 +147,7 @@ struct TimeLine {
     posted: HashMap<(u16, Queue), u64>,
 }
 
-/// Writes the time line of `records`, which are sorted by time.
+/// Writes the time line of `records`. They must be sorted by time.
 ///
 /// # Errors
 /// `out` cannot be written.

@@ -139,7 +139,8 @@ struct Map {
     admin: Admin,
     nsid: u32,
     block: u64,
-    /// Allocated byte ranges of the last query, which covers the bytes up to `known`.
+    /// Allocated byte ranges in the result of the last query. The query has covered the bytes up to
+    /// `known`.
     ranges: VecDeque<Range<u64>>,
     known: u64,
 }
@@ -312,7 +313,7 @@ impl DiskReader {
 /// Stream into a namespace.
 pub(super) struct DiskWriter {
     port: Port,
-    /// Data of the next request, which begins at byte `at`, a multiple of the block size.
+    /// Data of the next request. The request begins at byte `at`, a multiple of the block size.
     collected: Vec<u8>,
     at: u64,
     in_flight: usize,

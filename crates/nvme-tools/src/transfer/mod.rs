@@ -263,8 +263,8 @@ pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
             to.detach()
         });
         if let (Err(_), Some(path)) = (&outcome, created) {
-            // After an interruption the incomplete file is removed. After an error it is kept, as
-            // its content may be useful.
+            // After an interruption, the incomplete file is removed. After an error, it remains,
+            // because its content may be useful.
             let is_removed = stop.load(Ordering::Relaxed) && fs::remove_file(&path).is_ok();
             let what = if is_removed { "was incomplete, and is removed" } else { "is incomplete" };
             tracing::warn!("{} {what}", path.display());

@@ -163,7 +163,7 @@ impl ExpectedData {
         Some(Op { kind, first, blocks, sequence })
     }
 
-    /// Next read of the verification pass, which reads all blocks with known content in order.
+    /// Next read of the verification pass. The pass reads all blocks with known content, in order.
     /// `None` after the last. No other command may be in flight.
     pub(super) fn read_back(&mut self) -> Option<Op> {
         let known = |entries: &[u32]| entries.iter().any(|entry| entry & !BUSY != UNKNOWN);

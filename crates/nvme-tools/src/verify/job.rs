@@ -1,5 +1,5 @@
-//! Job: a queue pair that is kept full of commands on its part of the namespace, then reads all
-//! blocks with known content once more.
+//! Job: submits commands to its part of the namespace and keeps its queue pair full. Then it reads
+//! all blocks with known content once more.
 
 use super::expected_data::{DESCRIBED, ExpectedData, Kind, Op};
 use anyhow::{anyhow, bail};
@@ -178,8 +178,8 @@ impl Job {
         }
     }
 
-    /// Returns an error if a command is recorded as in flight after the queue has reported that all
-    /// ended.
+    /// Returns an error if a command is still recorded as in flight after the queue has reported
+    /// the end of all commands.
     fn is_empty(&self) -> anyhow::Result<()> {
         let lost = self.in_flight.iter().filter(|entry| entry.is_some()).count();
         if lost != 0 || self.pool.available() != self.pool.count() {
@@ -193,8 +193,8 @@ impl Job {
         let (lba, namespace) = (self.first_block + first, &self.namespace);
         let command: Command = match kind {
             Kind::Read => {
-                // Overwrites older content of the buffer, which could be mistaken for the data
-                // read.
+                // Overwrites older content of the buffer. Otherwise this content could be mistaken
+                // for the data read.
                 buffer.fill(0x5a);
                 namespace.read(lba, blocks)?
             }

@@ -10,9 +10,9 @@
 //! same time for the body, and [`CONNECTION`] until it has read all responses. Then the connection
 //! is closed. Further clients wait in the listen queue.
 //!
-//! At an upgrade, the next process gets the connections of which nothing was read. Requests in
-//! execution have the time [`LEAVE`] to end; those that take longer are answered by 503 Service
-//! Unavailable. So each request is answered.
+//! At an upgrade, the next process gets the connections from which nothing was read yet. Requests
+//! in execution have the time [`LEAVE`] to end; requests that take longer are answered by 503
+//! Service Unavailable. So each request is answered.
 
 use super::handlers::{Answer, Body, Request as HandlerRequest};
 use super::routes::{self, Via};

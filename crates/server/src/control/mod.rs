@@ -16,12 +16,12 @@
 //! | `socket_io` | socket I/O with few system calls |
 //!
 //! One thread (`sb-api`) serves the sockets. Requests that may block run on at most [`BLOCKING`]
-//! threads, which exist only while there are such requests. No such thread holds a lock that the
-//! reactor or an I/O thread takes. Without clients no timer runs.
+//! other threads. These threads exist only while there are blocking requests, and hold no lock that
+//! the reactor or an I/O thread takes. Without clients no timer runs.
 //!
 //! At an upgrade, the next process gets the listening sockets, and accepted connections of which
 //! nothing was read. Requests in execution have 50 ms to end, or are answered by 503 Service
-//! Unavailable. An idle connection that has had a response is closed, which HTTP permits at any
+//! Unavailable. An idle connection that has had a response is closed: HTTP permits this at any
 //! time. Clients that connect during the upgrade wait in the listen queue.
 
 mod ana;

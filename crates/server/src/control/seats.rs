@@ -132,7 +132,8 @@ mod tests {
         assert_eq!([evicted(0), evicted(1), evicted(2)], [false, false, true]);
         seats.release(&taken[2]);
         let last = now(&sockets[3]).expect("a free place");
-        // If all connections are busy, a new one waits until one of them becomes idle.
+        // If all connections are busy, a new connection waits until another connection becomes
+        // idle.
         let _busy = last.busy();
         let fifth = client();
         let mut waits = pin!(seats.take(&fifth));

@@ -1,8 +1,8 @@
 //! Client connection for hyper that needs only the system calls `read` and `write`. tokio's own
 //! streams use further system calls, each of which the sandbox would have to allow.
 //!
-//! A client of the control socket can pass a descriptor with a request, which only this module
-//! receives.
+//! A client of the control socket can pass a descriptor with a request. Only this module receives
+//! these descriptors.
 
 use anyhow::anyhow;
 use parking_lot::Mutex;
@@ -284,8 +284,8 @@ mod tests {
         sendmsg(socket, &bytes, &mut control, SendFlags::empty()).unwrap();
     }
 
-    /// A client passes descriptors that are slow to close: one that the next one replaces, two in
-    /// one message, and one that the server never receives.
+    /// A client passes descriptors that are slow to close: a descriptor that is replaced by the
+    /// next one, two descriptors in one message, and a descriptor that the server never receives.
     #[test]
     fn a_slow_close_of_a_clients_descriptor_does_not_block_the_server() {
         let (client, server) = std::os::unix::net::UnixStream::pair().unwrap();

@@ -79,7 +79,7 @@ pub(super) fn trace_records(state: &ServerState) -> Result<TraceBody, Problem> {
     Ok(TraceBody { file, at: 0 })
 }
 
-/// Streamed body with a trace, which may be too large for a second copy in memory.
+/// Streamed body with a trace. A trace may be too large for a second copy in memory.
 #[derive(Debug)]
 pub(super) struct TraceBody {
     file: Arc<TraceFile>,

@@ -1,4 +1,5 @@
-//! Capabilities: a server process keeps one, or several if it creates its files itself.
+//! Capabilities of a server process: one capability, or several if the process creates its files
+//! itself.
 
 use rustix::io::{self, Errno};
 use rustix::thread::{
@@ -7,10 +8,10 @@ use rustix::thread::{
 };
 
 /// Drops the capabilities of this thread, the only one of the process, except `CAP_SYS_RESOURCE`.
-/// Without that, descriptors in sockets, such as those of a checkpoint, count against the user's
-/// limit of open files. (No allowed system call changes a limit.) A process that creates its files
-/// and sockets `by_itself` also keeps the capabilities for files, and with `tcp` the one for low
-/// ports.
+/// Without this capability, descriptors in sockets, such as those of a checkpoint, count against
+/// the user's limit of open files. (No allowed system call changes a limit.) A process that creates
+/// its files and sockets `by_itself` also keeps the capabilities for files, and with `tcp` the one
+/// for low ports.
 ///
 /// # Errors
 /// The system's error.

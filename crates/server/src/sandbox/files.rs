@@ -176,7 +176,8 @@ impl Files {
 /// Applied Landlock rules. The value must live as long as the process.
 pub(super) struct Held {
     pub(super) held: &'static str,
-    /// Paths of the rules, kept open. A rule applies to an inode. The kernel drops an unused inode
-    /// of /proc and creates another one for the same path, to which the rule would not apply.
+    /// Open descriptors of the paths with rules. A rule applies to an inode. The kernel drops an
+    /// unused inode of /proc and creates another one for the same path, and the rule would not
+    /// apply to the new inode.
     _known: Vec<PathFd>,
 }

@@ -2,8 +2,8 @@
 //! compromised.
 //!
 //! Guests, their VMMs and images are untrusted, and the server process reads their data. So before
-//! the server process reads such data, and while it has one thread, it drops privileges that it
-//! does not need:
+//! the server process reads untrusted data, and while it has one thread, it drops privileges that
+//! it does not need:
 //!
 //! | privilege | mechanism | module |
 //! |---|---|---|

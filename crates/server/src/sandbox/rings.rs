@@ -11,16 +11,16 @@ use shadowbell_vfio_user::server::prepare_exchange;
 use tracing::warn;
 
 /// Number of instances for files, in addition to those of the shared I/O threads: for I/O threads
-/// of one controller, clients of exports, and other threads with disk queues. If there are more
-/// such threads, their disk queues use helper threads instead of io_uring.
+/// of one controller, clients of exports, and other threads with disk queues. If more threads open
+/// disk queues, these queues use helper threads instead of io_uring.
 const MORE_THREADS: usize = 64;
 /// Number of instances for signals to eventfds of VMMs, for each shared I/O thread. An instance
 /// signals one eventfd by one system call; a signal to an eventfd without an instance takes three.
 const EVENTFDS: usize = 64;
 /// Number of instances for replies to clients. The process has one reactor.
 const REACTORS: usize = 1;
-/// Divisor of the descriptor limit: instances for [`MORE_THREADS`], and those for [`EVENTFDS`], may
-/// use a sixteenth of it each.
+/// Divisor of the descriptor limit: the instances for [`MORE_THREADS`] may use a sixteenth of the
+/// limit, and so may the instances for [`EVENTFDS`].
 const PART: u64 = 16;
 
 /// Numbers of created instances.

@@ -85,7 +85,7 @@ pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<
         let name = config.control.name.as_ref().unwrap_or(&config.default_name);
         let own = directory.join(name);
         let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&directory);
-        // The same mode as that of the control socket's directory without `--user`.
+        // Mode 0700, as for the control socket's directory without `--user`.
         let made =
             made.and_then(|()| std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&own));
         let given = made.and_then(|()| {

@@ -131,8 +131,8 @@ fn a_lost_write_is_found() {
 
 #[test]
 fn a_misplaced_write_is_found() {
-    // The write of block 62 in the second pass goes to block 63, whose own write follows and hides
-    // it there. So block 62 is stale.
+    // The write of block 62 in the second pass goes to block 63. The following write of block 63
+    // overwrites it. So only block 62 is wrong: it is stale.
     assert_finds(
         Defect::Misplaced,
         2 * BLOCKS - 2,
@@ -150,8 +150,8 @@ fn a_misplaced_write_is_found() {
     );
 }
 
-/// One and a half passes, in which the last write of block 31 goes to block 32, which is not
-/// written again.
+/// One and a half passes. The last write of block 31 goes to block 32, and block 32 is not written
+/// again.
 fn run_misplaced_over_a_finished_block() -> Outcome {
     let config = LoadConfig {
         rw: Workload::Write,

@@ -62,7 +62,7 @@ fn disks_are_copied() {
     let image = file(directory, "disk.img", &content);
     let [one, two] = [server.target(1), server.target(2)];
     line(&format!("copy {image} {one}")).assert().success();
-    // Copies between two namespaces of one controller, which has one host at a time.
+    // Copies between two namespaces of one controller. A controller has only one host at a time.
     line(&format!("copy {one} {two}")).assert().success();
     // Copies into a file that `copy` creates.
     let backup = directory.join("backup.img");
@@ -251,8 +251,7 @@ fn an_interrupted_copy_removes_a_new_file_or_reports_an_old_one() {
     let new = directory.path().join("new.img");
     let text = interrupt(&new, &|| new.exists());
     assert!(!new.exists() && text.contains("new.img was incomplete, and is removed"), "{text}");
-    // An existing destination is kept, with the data that were copied into it from its beginning
-    // on.
+    // An existing destination is not removed. It contains the data that were copied so far.
     let there = directory.path().join("there.img");
     fs::write(&there, vec![7; 64 << 20]).unwrap();
     let text = interrupt(&there, &|| fs::read(&there).is_ok_and(|bytes| bytes[0] == 0));

@@ -289,8 +289,8 @@ fn every_block_that_is_not_run_has_a_reason() {
                     assert!(reason, "{place}: no reason above the block");
                 }
                 _ => {
-                    // Lines with several blanks in a row are skipped: they are rows of a table,
-                    // which may begin with the name of a command.
+                    // Lines with several blanks in a row are skipped: they are rows of a table, and
+                    // a row may begin with the name of a command.
                     let found = text.lines().find(|line| is_command(line) && !line.contains("  "));
                     assert!(found.is_none(), "{place}: a command that is not run: {found:?}");
                 }

@@ -9,8 +9,8 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// Page of the book: its path relative to the repository's root, and its text, into which mdBook's
-/// includes are already inserted.
+/// Page of the book: its path relative to the repository's root, and its text after the insertion
+/// of mdBook's includes.
 pub(crate) struct Page {
     pub(crate) path: PathBuf,
     pub(crate) text: String,

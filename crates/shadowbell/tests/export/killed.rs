@@ -26,8 +26,8 @@ impl Image {
         if can_run("qemu-img") { &[Self::Raw, Self::Qcow2, Self::Overlay] } else { &[Self::Raw] }
     }
 
-    /// Creates `disk.img` in the directory, whose content is zeroes. Returns the target of its
-    /// export, in which `DIR` stands for the directory.
+    /// Creates `disk.img` in the directory, with zeroes as its content. Returns the target of its
+    /// export. `DIR` in the target stands for the directory.
     pub(crate) fn create(self, directory: &Path, bytes: u64) -> &'static str {
         let raw = if self == Self::Overlay { "base.img" } else { "disk.img" };
         if self != Self::Qcow2 {
@@ -129,7 +129,7 @@ impl Service {
     }
 
     /// Starts an export process, again and again until one succeeds. It fails while the image is
-    /// locked, which is as long as writes of the dead process are in flight.
+    /// locked, that is, while writes of the dead process are in flight.
     fn run(&mut self, mut directory: TempDir, variables: &[(&str, &str)]) {
         let arguments: Vec<_> = self.arguments.iter().map(String::as_str).collect();
         let deadline = wait::deadline();

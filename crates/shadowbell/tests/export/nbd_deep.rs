@@ -85,9 +85,9 @@ fn fill(block: usize, salt: usize) -> u8 {
     (block * 31 + salt * 7) as u8
 }
 
-/// A client with many requests in flight reads and writes: first alone, then beside another such
-/// client. Then it reads with one request at a time, and again with many. At the end, the server
-/// stops while a client is connected.
+/// A client with many requests in flight reads and writes: first alone, then beside another client
+/// with many requests. Then the client reads with one request at a time, and again with many. At
+/// the end, the server stops while a client is connected.
 fn check_changing_clients(target: &str) {
     let export = Export::start(&[target, "--nbd", "unix:DIR/nbd"]);
     let socket = export.path("nbd");

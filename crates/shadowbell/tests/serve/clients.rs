@@ -216,9 +216,9 @@ fn clients_leave_no_thread_or_descriptor_behind() {
         twenty_come_and_go(20 * round);
     }
     // Sixty more clients must not leave threads or descriptors behind. But a thread may keep up to
-    // four descriptors for its next client, three of which are io_urings that signal eventfds. The
-    // number may also be smaller than `before`, which may have included descriptors that were about
-    // to be closed.
+    // four descriptors for its next client (three of them are io_urings that signal eventfds). The
+    // number may also be smaller than `before`, because `before` may include descriptors that were
+    // about to be closed.
     let (before_threads, (before_rings, before_others)) = before;
     let is_left = || {
         let (rings, others) = descriptors();

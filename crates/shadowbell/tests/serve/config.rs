@@ -51,8 +51,8 @@ fn each_controller_is_configured_by_its_table() {
     );
 }
 
-/// Runs `serve` with the configuration `text`, which must be refused with a message that has all of
-/// `words`, and without creating any file.
+/// Runs `serve` with the configuration `text`. The server must refuse it with a message that has
+/// all of `words`, and must not create any file.
 #[track_caller]
 fn refused(directory: &Path, text: &str, words: &[&str]) {
     refused_with(ExitStatus::BadInput, directory, text, words);

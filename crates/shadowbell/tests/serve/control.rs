@@ -34,8 +34,8 @@ fn control_socket(server: &Server) -> PathBuf {
     server.directory().join("run/vm/control.sock")
 }
 
-/// Guard that sets a flag on drop. The flag ends the loop of a thread, which is necessary if the
-/// test panics: the scope then joins the thread.
+/// Guard that sets a flag on drop. The flag ends the loop of a thread. If the test panics, the
+/// scope joins this thread, so the thread must end also then.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Server whose processes die at crash points, with three clients: two loads that verify their
-/// data, and a client each of whose requests must be answered once.
+/// Server whose processes die at crash points. It has three clients: two loads that verify their
+/// data, and a client that checks that each request is answered once.
 struct CrashingServer {
     server: Server,
     file: std::path::PathBuf,

@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// An NBD server in a process of its own, which a drop kills.
+/// An NBD server in a process of its own. The drop of this value kills the process.
 pub(crate) struct Export {
     child: ProcessGroup,
     directory: TempDir,

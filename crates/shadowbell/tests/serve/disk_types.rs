@@ -27,7 +27,7 @@ pub(crate) fn check_disk_type(disk: &str) {
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
-/// Runs `verify` with reads, writes, flushes, zeroes, deallocations and compares, which checks
+/// Runs `verify` with reads, writes, flushes, zeroes, deallocations and compares. `verify` checks
 /// every byte.
 fn verify_mixed_io(server: &Server) {
     let target = format!("vfio-user:{}/1", server.socket().display());
@@ -56,8 +56,8 @@ pub(crate) fn fill(buffer: &mut Buffer, number: u64) {
 /// A page of the disk, and the request in flight for this page, if any.
 #[derive(Default)]
 pub(crate) struct Page {
-    /// Numbers of which the page must contain one: that of the last acknowledged write, and those
-    /// of later writes that failed.
+    /// Possible contents of the page: the number of the last acknowledged write, and the numbers of
+    /// later writes that failed.
     pub(crate) may: Vec<u64>,
     /// Token of the request in flight, and the number that it writes. `None` for a read.
     pub(crate) in_flight: Option<(Token, Option<u64>)>,
@@ -90,8 +90,8 @@ fn resets(server: &Server) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _over = SetOnDrop(&is_over);
-            // Resets are repeated until one has ended a request. On a memory disk, usually all
-            // requests have completed before.
+            // Resets are repeated until a reset has ended a request. On a memory disk, usually all
+            // requests have completed before the reset.
             let in_vain = |n| n < MOST_RESETS && ended_by_reset.load(Ordering::Relaxed) == 0;
             for n in (0..).take_while(|n| *n < RESETS || in_vain(*n)) {
                 let pause = if n < RESETS { 10_000 + n * 7_000 % 23_000 } else { 500 + n * 7 % 97 };

@@ -1,4 +1,4 @@
-//! Named disks, which are attached to one controller after another, and are kept in crashes and
+//! Named disks: they are attached to one controller after another, and survive crashes and
 //! upgrades.
 
 use crate::control::{ctl, ctl_json};
@@ -157,8 +157,8 @@ fn a_disk_keeps_its_uuid_in_the_state_directory() {
     assert_eq!(uuids(), before);
     assert!(!has_file(), "{}", server.stderr());
     assert_eq!(ctl(&server, &["namespace", "detach", "vm.sock", "2", "--force"]).0, Some(0));
-    // The UUID is kept by another server with the same state directory, but not by a server that
-    // cannot write to its state directory.
+    // Another server with the same state directory uses the same UUID, but a server that cannot
+    // write to its state directory does not.
     for (state, is_kept) in [("state", true), ("b.img", false)] {
         let mut other = program();
         other.args([

@@ -45,7 +45,7 @@ fn a_shrunken_image_gives_lba_out_of_range() {
     assert!(server.stderr().contains("cannot flush disk.img"), "{}", server.stderr());
 }
 
-/// Checks a server on full storage, which has room only for the first half of the disk.
+/// Checks a server on full storage. The storage has room only for the first half of the disk.
 fn check_full_storage(mut server: Server) {
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();

@@ -35,8 +35,8 @@ const FIRST_IN_TRANSIT: i32 = 50;
 struct FdStore {
     fds: Vec<(String, OwnedFd)>,
     is_ready: bool,
-    /// Number of messages that the manager has sent to its own socket and received. If such a
-    /// message has arrived, all earlier messages of the service have arrived, too.
+    /// Number of messages that the manager has sent to its own socket and received. If a message of
+    /// its own has arrived, all earlier messages of the service have arrived, too.
     own: u32,
 }
 

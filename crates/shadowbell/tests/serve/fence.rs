@@ -33,7 +33,7 @@ impl Late {
     }
 
     /// Like `start`, with `arguments` of the server and a disk on `device`. Returns the id of the
-    /// killed process, which may not have ended yet.
+    /// killed process. This process may not have ended yet.
     fn start_on(device: LateDevice, arguments: &[&str], variables: &[(&str, &str)]) -> (Self, u32) {
         let late = Self::begin_on(device, arguments, variables);
         let pid = worker(&late.server);
@@ -129,7 +129,7 @@ fn a_killed_process_ends_after_its_write_to_a_qcow2_image() {
     server.wait_for_log("recovered from the checkpoint of a dead process");
 }
 
-/// The disk is a namespace of another server, which executes the late write. That server accepts no
+/// The disk is a namespace of another server. That server executes the late write, and accepts no
 /// new client until the write has ended.
 #[test]
 fn a_late_write_at_another_server_does_not_overwrite_a_newer_one() {

@@ -77,7 +77,7 @@ impl Server {
             command.args(["--stop-timeout", "600"]);
         }
         let child = ProcessGroup::spawn(&mut command).unwrap();
-        // The command contains a copy of the writing end of a pipe, which is closed here.
+        // The command contains a copy of the writing end of a pipe. The drop closes this copy.
         drop(command);
         let mut server = Self { child, directory };
         until("the server's socket", || {
@@ -94,7 +94,7 @@ impl Server {
         self.directory.path()
     }
 
-    /// Returns the directory of the server, which has ended, for another server.
+    /// Waits for the end of the server, and returns its directory for another server.
     pub(crate) fn into_directory(mut self) -> TempDir {
         self.child.wait_all();
         std::mem::replace(&mut self.directory, tempfile::tempdir().unwrap())

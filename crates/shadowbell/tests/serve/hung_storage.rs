@@ -362,8 +362,8 @@ fn a_disk_is_stalled_over_a_reset_until_its_storage_answers() {
 #[test]
 fn a_throttled_disk_is_not_stalled() {
     let options = ["--supervisor", "--workers", "1", "--stalled-after", "1"];
-    // The bandwidth limit lets one read end every two seconds, which is longer than the time after
-    // which a disk counts as stalled.
+    // The bandwidth limit lets one read end every two seconds. A disk counts as stalled after one
+    // second.
     let mut server = Server::start(&["mem:1MiB?bandwidth=2KiB:1"], &options);
     let mut guest = server.attach();
     let mut queue = guest.take_queue_pair().unwrap();

@@ -101,8 +101,8 @@ fn log_lines_caused_by_a_client_are_rate_limited() {
     assert!(server.stop().success());
     let printed = server.stderr();
     assert!(printed.ends_with("ended\n"), "{printed}");
-    // Rate limit of these lines: 16 at once, and then one every ten seconds, which contains the
-    // number of suppressed lines.
+    // Rate limit of these lines: 16 at once, and then one line every ten seconds. That line
+    // contains the number of suppressed lines.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     let lines = printed.lines().filter(|line| line.contains(REFUSED)).count();
     assert!((16..=most).contains(&lines), "{lines} lines, of {most}");

@@ -12,7 +12,7 @@ use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use std::os::unix::net::UnixStream;
 
-/// Runs `ctl`, which must fail with this status and an error that has `words`.
+/// Runs `ctl`. It must fail with the given status and an error that has `words`.
 #[track_caller]
 fn refused(server: &Server, arguments: &[&str], status: i32, words: &str) {
     let (code, _, errors) = ctl(server, arguments);
@@ -90,7 +90,7 @@ fn a_namespace_is_added_changed_and_removed_beside_a_guest() {
     );
     assert_eq!(nsids(&server), [1, 3]);
 
-    // Resizing without a size uses that of the file, which has grown.
+    // Without a size, `disk resize` uses the size of the file. The file has grown.
     assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 4 << 20);
     std::fs::OpenOptions::new().write(true).open(first).unwrap().set_len(16 << 20).unwrap();
     assert_eq!(done(&server, &["disk", "resize", "vm.sock/1"])["bytes"], 16 << 20);

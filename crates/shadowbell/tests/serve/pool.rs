@@ -42,7 +42,7 @@ fn refused(server: &Server, verb: &str, options: &[&str], words: &str) {
     assert!(status == Some(2) && errors.contains(words), "{verb} {options:?}: {errors}");
 }
 
-/// Host of a controller, which fills each block of a namespace with one byte.
+/// Host of a controller. The host fills each block of a namespace with one repeated byte.
 struct Guest(Controller, QueuePair);
 
 impl Guest {
@@ -252,7 +252,7 @@ fn a_sanitize_operation_continues_across_upgrades() {
         progress.push((before.sstat.sos(), before.sprog, after.sstat.sos(), after.sprog));
         if after.sstat.sos() == sos::IN_PROGRESS {
             // The progress may be lower in the next process, but by no more than one pass over a
-            // namespace, which is repeated.
+            // namespace: the next process repeats this pass.
             let a_pass = u16::MAX / 8 + 1;
             assert!(after.sprog >= before.sprog.saturating_sub(a_pass), "{progress:?}");
             match guest.read(1, 0) {

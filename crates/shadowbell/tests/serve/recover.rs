@@ -73,7 +73,7 @@ fn a_verifying_load_survives_twenty_kills() {
     assert!((0..4).all(|n| !socket(&server, n).exists()));
 }
 
-/// A client shares its memory in many pieces. The checkpoints after this do not contain them again.
+/// A client shares its memory in many pieces. Later checkpoints do not contain these pieces again.
 /// Recovery after a crash, an upgrade and another crash maps all pieces that the client has not
 /// unmapped.
 #[test]
@@ -309,7 +309,7 @@ fn a_client_with_unmappable_memory_is_dropped_alone() {
 /// disconnected.
 #[test]
 fn a_client_with_an_undecodable_state_is_dropped_alone() {
-    // Checkpoint items with the state of the second controller, and with that of its socket.
+    // Checkpoint items with the state of the second controller, and with the state of its socket.
     for item in ["controller/1", "port/1"] {
         for by_upgrade in [false, true] {
             let fault = format!("undecodable:{item}");
@@ -398,7 +398,7 @@ fn a_check_that_crashes_refuses_the_upgrade() {
     assert_eq!(log_count(&server, "is disconnected: "), 0, "{}", server.stderr());
 }
 
-/// Simulation of another program, which waits for the lock of an image. It gets the lock when the
+/// Simulation of another program that waits for the lock of an image, and gets the lock when the
 /// server process releases it.
 pub(crate) struct Thief {
     pub(crate) locked: std::sync::mpsc::Receiver<()>,

@@ -9,11 +9,11 @@ use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::skipped;
 use std::process::{Command, Stdio};
 
-/// Text in the output of strace that shows the message by which the next process tells its
-/// supervisor that it has recovered.
+/// Text in the output of strace for the message `RECOVERED`, which the next process sends to its
+/// supervisor.
 const TAKEN: &str = "iov_base=\"A\"";
 
-/// strace of a supervisor and of the processes that it starts, which counts system calls.
+/// strace of a supervisor and of the processes that it starts. It counts system calls.
 struct Strace(ProcessGroup);
 
 impl Strace {

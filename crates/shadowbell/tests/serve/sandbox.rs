@@ -244,8 +244,8 @@ fn many_disks_need_few_descriptors() {
     assert!(!refused.contains(&512) && refused.contains(&200), "{refused:?}");
 }
 
-/// At the start, the server also counts the descriptors that an I/O thread will open at the first
-/// command of a guest.
+/// Check of the limit of open files at the server's start: it also counts the descriptors that an
+/// I/O thread will open at the first command of a guest.
 #[test]
 fn descriptors_of_queues_are_counted_at_the_start() {
     let limits = [640, 220, 190, 170, 160, 150, 140];

@@ -86,7 +86,7 @@ fn reservations_survive_crashes_and_upgrades() {
             until("the old one's end", || children(server.pid()).len() == 1);
         }
     }
-    // A reservation can be preempted. Then the former holder is excluded.
+    // A reservation can be preempted. Then the host that held it is excluded.
     assert_eq!(other.reserve(0x11, 1, 1 << 8 | 2, (2, 1)), Status::SUCCESS);
     assert_conflict(&mut one, 1, 99);
     other.write(1, 0, 50);

@@ -130,7 +130,8 @@ fn a_disk_of_another_controller_is_served_by_a_thread_of_its_own() {
         [0, 1, 2, 3].map(|n| stats["controllers"][n]["workers"][0]["worker"].clone())
     };
     assert_eq!(workers(), [0, 1, 0, 0]);
-    // A controller to which such a disk is attached later moves to an I/O thread of its own.
+    // If an NVMe disk is attached later to a controller, the controller moves to an I/O thread of
+    // its own.
     let third = ssd("mem:1MiB");
     ctl_json(&server, &["namespace", "attach", "vm3", "2", &third.1]);
     until("vm3 has moved", || workers() == [0, 1, 0, 2]);

@@ -1,5 +1,5 @@
-//! Two clients of one server: the memory and eventfds of the first are files of a hung file system,
-//! which must not delay the second.
+//! Two clients of one server. The memory and eventfds of the first client are files of a hung file
+//! system. The server must serve the second client without delay.
 
 use crate::harness::{Server, attach, program, run};
 use shadowbell_driver::AttachOptions;

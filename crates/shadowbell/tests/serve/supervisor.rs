@@ -222,8 +222,8 @@ fn a_supervisor_is_small_and_idle() {
     // Threads of the supervisor: the main thread, a broker for images, and one for sockets. After
     // an upgrade, a fourth thread closes descriptors.
     assert!((3..=4).contains(&threads), "{threads}");
-    // The condition is repeated: tests that run in parallel and search for their supervisor also
-    // send requests to this one, which wake it.
+    // The check is repeated: tests that run in parallel and search for their supervisor also send
+    // requests to this test's supervisor, and these requests wake it.
     until("a second without a wakeup", || {
         let before = status("voluntary_ctxt_switches");
         // Interval in which the supervisor must not wake up. A periodic timer or polling would wake

@@ -235,8 +235,8 @@ fn json_lines_have_all_records() {
     assert!(of("command-seen").iter().all(read));
     assert!(of("completion-posted").iter().all(|line| line["status"] == 0 && line["cq"] == 1));
     assert!(lines.iter().all(|line| line["time_ns"].is_u64()));
-    // In the admin queue, Identify Controller has a completion with the same command identifier,
-    // whose time is not earlier than that of the command.
+    // In the admin queue, Identify Controller has a completion with the same command identifier.
+    // The completion's time is not earlier than the command's.
     let commands = part("command-seen", true);
     let identify = commands.iter().find(|line| line["opcode"] == 6).unwrap();
     let posted = part("completion-posted", true);

@@ -59,7 +59,7 @@ pub(crate) fn socket(server: &Server, controller: usize) -> PathBuf {
     server.directory().join(format!("vm{controller}.sock"))
 }
 
-/// `shadowbell verify` in a process of its own, which runs until the test ends it.
+/// `shadowbell verify` in a process of its own. It runs until the test ends it.
 pub(crate) struct Load(ProcessGroup);
 
 impl Load {

@@ -4,8 +4,8 @@
 use core::fmt::{self, Write};
 
 /// Encodes `text` as a field of `N` bytes: left justified and padded with spaces, like serial
-/// number, model number and firmware revision. Excess characters are cut off, and characters
-/// outside 20h to 7Eh, which are invalid, become `?`. Base 2.1, "ASCII strings".
+/// number, model number and firmware revision. Excess characters are cut off. Characters outside
+/// 20h to 7Eh are invalid, and become `?`. Base 2.1, "ASCII strings".
 pub fn ascii_field<const N: usize>(text: &str) -> [u8; N] {
     let mut field = [b' '; N];
     for (byte, c) in field.iter_mut().zip(text.chars()) {

@@ -101,8 +101,8 @@ impl Client {
     /// Connects to the server at `path` and negotiates the version. If `path` is a directory, the
     /// socket is its entry `cntrl`.
     ///
-    /// If another client is connected, the call waits until that client disconnects, at most for
-    /// the timeout.
+    /// If another client is connected, waits until that client disconnects, at most for the
+    /// timeout.
     ///
     /// # Errors
     ///

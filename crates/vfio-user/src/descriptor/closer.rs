@@ -1,9 +1,9 @@
 //! Threads that close descriptors and mappings whose close may block.
 //!
 //! `close` frees the descriptor number immediately, but then may wait for a user-space file system
-//! (FLUSH of FUSE). For memory and eventfds, it waits only for the kernel, but a peer can make that
-//! slow: the kernel may have to free all pages of a file, a million file locks, or the entries of
-//! many epoll instances for the eventfd. So separate threads close descriptors. They are started
+//! (FLUSH of FUSE). For memory and eventfds, `close` waits only for the kernel, but a peer can make
+//! that slow: the kernel may have to free all pages of a file, a million file locks, or the entries
+//! of many epoll instances for the eventfd. So separate threads close descriptors. They are started
 //! when needed.
 //!
 //! # Isolation

@@ -39,7 +39,7 @@ impl Inspector {
         &self.closer
     }
 
-    /// Inspects the descriptors of one receive. At most one of them may be a file on a disk;
+    /// Inspects the descriptors of one receive. At most one descriptor may be a file on a disk;
     /// further files are classified as foreign.
     pub(crate) fn inspect(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
         // One file is enough, because no request has two. Looking up the mount of a file is slow if

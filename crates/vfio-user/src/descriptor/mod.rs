@@ -1,8 +1,8 @@
 //! Classification of received descriptors, with system calls that never block.
 //!
-//! A peer can serve its own file system (FUSE), or use a slow one. For a descriptor of such a file,
-//! most system calls depend on a daemon that may never reply: accesses to a mapping, `fstat`, and
-//! even `close`. A blocked call would block the thread and all other peers that it serves.
+//! A peer can serve its own file system (FUSE), or use a slow one. For a descriptor of a file on
+//! it, most system calls depend on a daemon that may never reply: accesses to a mapping, `fstat`,
+//! and even `close`. A blocked call would block the thread and all other peers that it serves.
 //!
 //! Therefore each descriptor is inspected on receipt, and only with calls that the kernel handles
 //! without a file system: `F_GET_SEALS`, `FIOQSIZE`, and the links and tables of `/proc/self`.
@@ -18,12 +18,12 @@
 //! [`PeerFd`] does not close it. The [`Closer`] closes accepted descriptors too, because their
 //! close may take long.
 //!
-//! Every other descriptor is [`Descriptor::Foreign`], and the [`Closer`] closes it. Such
+//! Every other descriptor is [`Descriptor::Foreign`], and the [`Closer`] closes it. Foreign
 //! descriptors are: sockets (which may contain descriptors themselves), pipes, devices, epoll,
 //! io_uring and userfaultfd instances, DMA buffers, secret memory, a guest's private memory, and
-//! files of FUSE, of network file systems, of overlays (whose layers may be such files) and of
-//! mounts in other namespaces. Without `/proc`, only memory is accepted, so interrupts cannot be
-//! set up.
+//! files of FUSE, of network file systems, of overlays (whose layers may be on these file systems)
+//! and of mounts in other namespaces. Without `/proc`, only memory is accepted, so interrupts
+//! cannot be set up.
 
 mod channel;
 mod closer;

@@ -3,8 +3,8 @@
 //! If checkpoints are on, a message stays in the socket until it is executed. Then the reply is
 //! sent and the message is removed. If the process were killed between the two steps, the next
 //! process would not know which steps were done, and would send the reply twice or never. So one
-//! system call does both. io_uring executes submitted operations that do not block before the call
-//! returns, and a kill does not interrupt them.
+//! system call does both. io_uring executes submitted operations that do not block before the
+//! system call returns, and a kill does not interrupt them.
 
 mod sys;
 
@@ -16,9 +16,9 @@ use crate::Errno;
 use crate::descriptor::{Closer, PeerFd};
 
 /// Creates the io_uring instances of `count` reactors, before the process installs its system call
-/// filter, which forbids the creation of more. A reactor without an instance sends a reply and
+/// filter: the filter forbids the creation of more. A reactor without an instance sends a reply and
 /// removes its request in two system calls. Returns the number of instances: 0 if the system
-/// permits no io_uring with restrictions, which need Linux 5.10.
+/// permits no io_uring with restrictions (Linux 5.10 or later).
 pub fn prepare(count: usize) -> usize {
     sys::prepare(count)
 }
@@ -39,8 +39,8 @@ pub(crate) struct Exchanged {
     pub(crate) sent: Result<usize, Errno>,
     /// Number of removed bytes.
     pub(crate) received: Result<usize, Errno>,
-    /// Descriptors that arrived with the removed bytes. They duplicate those that the reactor
-    /// received when it read the message without removing it.
+    /// Descriptors that arrived with the removed bytes. The reactor has received duplicates of them
+    /// before, when it read the message without removing it.
     pub(crate) fds: Vec<PeerFd>,
 }
 
@@ -54,9 +54,9 @@ impl Exchange {
         Ok(Self { ring: sys::Ring::new()?, scratch: Vec::new() })
     }
 
-    /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received
-    /// bytes, which must be in the socket. If the kernel has no memory, the method sends and
-    /// removes nothing, and returns `None`.
+    /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received bytes
+    /// from the socket. The socket must contain that many. If the kernel has no memory, the method
+    /// sends and removes nothing, and returns `None`.
     pub(crate) fn reply_and_receive<'a>(
         &mut self,
         socket: BorrowedFd<'_>,

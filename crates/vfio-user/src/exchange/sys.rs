@@ -23,7 +23,7 @@ const HEAD: usize = size_of::<libc::cmsghdr>();
 /// must be aligned like `cmsghdr`.
 const WORDS: usize = (HEAD + SCM_MAX_FD * size_of::<i32>()).div_ceil(size_of::<u64>());
 
-/// Reserve of io_uring instances, which may only send and receive messages.
+/// Reserve of io_uring instances. They may only send and receive messages.
 static RESERVE: Reserve = Reserve::new("replies", || {
     let opcodes = &[opcode::SendMsg::CODE, opcode::RecvMsg::CODE];
     Allowed { opcodes, ..Allowed::NOTHING }.build(&IoUring::builder(), 2, |_| Ok(()))

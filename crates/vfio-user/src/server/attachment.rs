@@ -36,8 +36,8 @@
 //! If checkpoints are on, a message leaves the socket only when its effects survive a crash of this
 //! process. The effects of doorbells do survive: they are written to memory that the next server
 //! process also maps. So the second thread may handle doorbells in this case too. A reply, however,
-//! must be sent in one step with the removal of its message, which only the reactor can do. So the
-//! second thread then handles only posted writes, which have no reply.
+//! must be sent in one step with the removal of its message, and only the reactor can do that. So
+//! the second thread then handles only posted writes, which have no reply.
 //!
 //! # No lost messages
 //!
@@ -51,9 +51,9 @@
 //! * If the session is not in the slot, or the lock is taken, the second thread requests a turn
 //!   too: the reactor may have emptied the socket before the message arrived, and be about to put
 //!   the session back.
-//! * If the second thread stops polling, it requests a turn *after* it has marked the sharing
-//!   as ended. In that turn, the reactor sees the mark, removes the socket from the other epoll
-//!   instance, and watches for input again, which reports data that are already in the socket.
+//! * If the second thread stops polling, it requests a turn *after* it has marked the sharing as
+//!   ended. In that turn, the reactor sees the mark, removes the socket from the other epoll
+//!   instance, and watches for input again. This watch reports data that are already in the socket.
 //!
 //! A request for a turn also wakes a reactor that sleeps or is about to sleep (see `inbox`).
 
@@ -71,8 +71,8 @@ use crate::Errno;
 use crate::device::Device;
 use crate::shared_socket::{PolledWrites, SharedSocket, SocketOwner};
 
-/// Events of a socket that is in two epoll instances; the kernel wakes a thread of only one of
-/// them.
+/// Events of a socket that is in two epoll instances. For each message, the kernel wakes a thread
+/// of only one instance.
 const SHARED_WATCH: EventFlags = EventFlags::IN.union(EventFlags::ET).union(EventFlags::EXCLUSIVE);
 
 /// Connection that the reactor polls, and that a second thread may poll too.
@@ -223,7 +223,7 @@ struct Slot {
     /// for input by the duplicate, as the second thread does, and for other events by the original
     /// descriptor.
     socket: Option<OwnedFd>,
-    /// Epoll instance of the second thread, which the kernel tries first.
+    /// Epoll instance of the second thread. The kernel tries it before that of the reactor.
     first: Option<Arc<OwnedFd>>,
 }
 
@@ -269,8 +269,8 @@ impl SharedSession {
     }
 }
 
-/// Interface of the second thread, which never blocks. If the reactor holds the lock of the slot,
-/// `watch` fails as busy, and `poll_writes` requests a turn of the reactor.
+/// Interface for the second thread. Its methods never block. If the reactor holds the lock of the
+/// slot, `watch` fails as busy, and `poll_writes` requests a turn of the reactor.
 impl SocketOwner for SharedSession {
     fn watch(&self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let busy = || io::Error::from(io::ErrorKind::ResourceBusy);

@@ -4,8 +4,8 @@
 //! The kernel is modelled as two epoll items on one socket. An arriving message marks the second
 //! thread's item, and wakes that thread if it sleeps. Otherwise the message marks the reactor's
 //! item. A wait reports a marked item only if the socket has data. The other steps are those of
-//! `attachment.rs`. In every final state, in which no step is possible, all messages must have been
-//! read. With a [`Defect`], some order of steps must leave a message unread.
+//! `attachment.rs`. In every final state (no step is possible), all messages must have been read.
+//! With a [`Defect`], some order of steps must leave a message unread.
 
 use std::collections::HashSet;
 
@@ -34,9 +34,11 @@ enum Reactor {
     Waits,
     Takes,
     Reads,
-    /// The reactor reads `State::ended`, and adds or removes epoll items accordingly.
+    /// The reactor reads `State::ended`. If it is true, the reactor removes the items `first` and
+    /// `second`. Otherwise, if only `first` exists, the reactor adds `second`.
     Marks,
-    /// The reactor has removed the items `first` and `second`, and does not watch for input yet.
+    /// The reactor has removed the items `first` and `second`, and has not watched for input again
+    /// yet.
     Watches,
     PutsBack,
 }
@@ -177,7 +179,7 @@ impl State {
                 let next = if self.in_socket != 0 { Other::Tries } else { Other::Waits };
                 vec![Self { first_marked: false, ..to(next) }]
             }
-            // An event of another socket may wake the second thread.
+            // Another descriptor may wake the second thread.
             Other::Waits => vec![to(Other::Busy)],
             Other::Busy if defect == Defect::RequestBeforeMark => {
                 vec![to(Other::Waits), requesting(Other::Leaves)]
@@ -217,8 +219,8 @@ fn lost(defect: Defect) -> Option<State> {
         let sent = state.sends();
         let reacted = state.reactor_steps(defect);
         let done = sent.is_none() && reacted.is_none();
-        // True if the second thread sleeps without an event to report, or no longer reads the
-        // socket. Then it does not read the message.
+        // True if the second thread will not read the message: it sleeps and its item reports no
+        // data, or it no longer reads the socket.
         let sleeps = match state.other {
             Other::Waits => !state.first_marked || state.in_socket == 0,
             other => other == Other::Stopped,

@@ -159,10 +159,10 @@ impl Handle {
         receiver
     }
 
-    /// Quiesces the reactor. It takes back sockets that are shared with other threads, finishes
-    /// messages that have started, and waits for outstanding [`Completer`]s and for devices that
-    /// are releasing a client. It starts no new message and accepts no client. When it is quiesced,
-    /// [`run`](super::Reactor::run) returns [`RunEnd::Frozen`](super::RunEnd::Frozen).
+    /// Quiesces the reactor. The reactor takes back sockets that are shared with other threads,
+    /// finishes messages that have started, and waits for outstanding [`Completer`]s and for
+    /// devices that are releasing a client. It starts no new message and accepts no client. When it
+    /// is quiesced, [`run`](super::Reactor::run) returns [`RunEnd::Frozen`](super::RunEnd::Frozen).
     ///
     /// The duration depends on the devices. [`thaw`](Self::thaw) cancels the quiesce.
     pub fn freeze(&self) {

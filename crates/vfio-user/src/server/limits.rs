@@ -48,6 +48,6 @@ impl Default for Limits {
 }
 
 /// Maximum number of descriptors per message. It is announced to clients, and requests with more
-/// are refused. QEMU splits larger sets of eventfds accordingly, and refuses a server that
-/// announces more than 16.
+/// are refused. QEMU splits larger sets of eventfds into messages of at most this many, and refuses
+/// a server that announces more than 16.
 pub const MAX_MSG_FDS: u32 = 16;

@@ -130,8 +130,8 @@ pub enum BindError {
 }
 
 impl BindError {
-    /// True if the same path may be usable later: its directory is missing, or a server that may
-    /// end listens there.
+    /// True if the same path may be usable later: its directory is missing, or another server
+    /// listens on it and may end.
     #[must_use]
     pub fn can_pass(&self) -> bool {
         match self {
@@ -168,7 +168,7 @@ pub struct BindOptions<'a> {
     /// Group of the socket file. `None`: that of the process.
     pub group: Option<u32>,
     /// Function that decides, by device and inode number, if a socket file without a listener is
-    /// replaced. `None`: every such file is replaced.
+    /// replaced. `None`: every socket file without a listener is replaced.
     pub replaces: Option<&'a dyn Fn((u64, u64)) -> bool>,
 }
 
@@ -486,7 +486,7 @@ fn new_node(path: &Path) -> io::Result<(File, Metadata)> {
 }
 
 /// Removes a socket file that was bound and cannot be opened, for example for lack of descriptors.
-/// If another user of the directory has put another file in its place, that one stays.
+/// If another user of the directory has put another file in its place, that other file stays.
 fn remove_bound(path: &Path) {
     if let Ok(about) = fs::symlink_metadata(path)
         && about.uid() == geteuid().as_raw()
@@ -496,7 +496,7 @@ fn remove_bound(path: &Path) {
 }
 
 /// Sets mode and group of a new socket file by its descriptor. Other users of the directory may
-/// have put another file in its place: that one has no [`MARK`].
+/// have put another file in its place: that other file has no [`MARK`].
 fn set_access(node: &File, about: &Metadata, options: BindOptions<'_>) -> io::Result<()> {
     if about.mode() & MARK == 0 {
         return Err(Errno::EXIST.into());

@@ -29,10 +29,10 @@ pub(super) enum FeatureOutcome {
     Reply(Vec<u8>),
     /// Change to another migration state, and the flags of the reply.
     State { to: MigrationState, flags: u32 },
-    /// Payload of the reply, which is sent when
+    /// Payload of a reply that is sent when
     /// [`Migration::sync_log`](crate::migration::Migration::sync_log) has completed.
     Logs(Vec<u8>),
-    /// Report of the dirty page log, which is sent when
+    /// Report of the dirty page log. It is sent when
     /// [`Migration::sync_log`](crate::migration::Migration::sync_log) has completed.
     Log { report: LoggingReport, flags: u32 },
 }

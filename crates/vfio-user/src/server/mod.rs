@@ -13,8 +13,8 @@
 //! backlog: its connect succeeds, and its first message waits. It is served when the first client
 //! has disconnected and the device no longer accesses that client's memory. So a client that
 //! disconnects and connects again immediately (SPDK's client, or a restarting VMM) is not refused
-//! because of a race. To refuse the second client, the server would have to accept it too, and such
-//! clients would retry in a loop.
+//! because of a race. To refuse the second client, the server would have to accept it too, and
+//! refused clients would retry in a loop.
 //!
 //! # Misbehaving clients
 //!
@@ -25,9 +25,10 @@
 //! the memory for a client is bounded.
 //!
 //! A request with a descriptor that may block (see [`descriptor`](crate::descriptor)) is refused
-//! with EINVAL and a log message. Such a descriptor is never mapped or queried, and only separate
-//! threads of its device close it. If a client sends these descriptors faster than they are closed,
-//! it is disconnected, and the next client of that socket is accepted when most of them are closed.
+//! with EINVAL and a log message. A descriptor that may block is never mapped or queried, and only
+//! separate threads of its device close it. If a client sends these descriptors faster than they
+//! are closed, it is disconnected, and the next client of that socket is accepted when most of them
+//! are closed.
 //!
 //! # Transfer to another server process
 //!

@@ -102,7 +102,7 @@ impl Link {
     }
 
     /// Sequence number of the outstanding [`Completer`]. The next request is handled only after
-    /// this one is completed, or if the waiting request is [postponed](Self::postpone).
+    /// this completer was called, or if the waiting request is [postponed](Self::postpone).
     pub(super) fn awaits(&self) -> Option<u64> {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }
@@ -191,7 +191,7 @@ impl Link {
     }
 
     /// Restores a link of [`save`](Self::save). All postponed unmaps count as ended: they waited
-    /// for accesses of the previous process, which has ended.
+    /// for accesses of the previous process, and this process has ended.
     pub(super) fn restore(saved: SavedLink, fds: &mut Descriptors) -> Result<Self, StateError> {
         let SavedLink { out, agreed, unmaps } = saved;
         let unmaps = unmaps.iter().filter_map(|(header, unmap)| {

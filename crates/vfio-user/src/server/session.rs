@@ -202,7 +202,8 @@ impl Session {
     }
 
     /// Sends the reply and removes its request from the socket, in one step if possible. If the
-    /// process died between two steps, the next process would not know which of them were done.
+    /// process died between two steps, the next process would not know whether the second step was
+    /// done.
     fn reply_and_receive(
         &mut self,
         len: usize,
@@ -282,8 +283,8 @@ impl Session {
         Ok(())
     }
 
-    /// Sets whether another process also has the socket, and serves the client on it. If so,
-    /// dropping the session does not affect the client.
+    /// Sets whether another process also has the socket, and serves the client on it. If `is_lent`
+    /// is true, dropping the session does not affect the client.
     pub(super) fn set_lent(&mut self, is_lent: bool) {
         self.socket.set_lent(is_lent);
     }
@@ -556,10 +557,10 @@ impl Session {
     /// Receives messages on a second thread, and handles the writes that `write` accepts. All other
     /// data are left for a [turn](Self::turn) of the reactor.
     ///
-    /// Such writes need no checkpoint, because their effects survive a crash and they may be
-    /// repeated. They are removed from the socket after `write` has accepted them. With
+    /// The accepted writes need no checkpoint, because their effects survive a crash and they may
+    /// be repeated. They are removed from the socket after `write` has accepted them. With
     /// checkpoints, only posted writes are handled: a reply must be sent together with the removal
-    /// of its message, which only the reactor can do.
+    /// of its message, and only the reactor can do that.
     pub(super) fn poll_writes(
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,

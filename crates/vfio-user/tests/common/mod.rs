@@ -178,8 +178,8 @@ impl Device for TestDevice {
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         match index {
             // Areas of 4 bytes at multiples of 8 use the first two eventfds alternately. One more
-            // area uses the last eventfd, which is beyond the number of descriptors that any client
-            // accepts.
+            // area uses the last eventfd. Its index exceeds the number of descriptors that any
+            // client accepts.
             0 => Ok(IoFds {
                 events: eventfds(100),
                 areas: (0..300)

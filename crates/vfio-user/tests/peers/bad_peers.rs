@@ -184,9 +184,9 @@ fn many_messages_of_a_client_are_interleaved_with_others() {
     let (other_path, other_shared, _) = server.add("other");
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
-    // The busy client sends many messages. The first and the last one call hooks on the server's
-    // thread: the first hook makes the other client send a message, and the second hook checks that
-    // this message has been handled.
+    // The busy client sends many messages. The first and the last message call hooks on the
+    // server's thread: the first hook makes the other client send a message, and the second hook
+    // checks that this message has been handled.
     let arrived = Arc::new(AtomicBool::new(false));
     let (hooks, note) = (Arc::clone(&shared), Arc::clone(&arrived));
     *shared.hook.lock().unwrap() = Some(Box::new(move || {

@@ -279,8 +279,9 @@ fn excess_dma_maps_are_refused_by_the_client() {
     assert!(matches!(error, ClientError::TooManyMaps { max: MAX_MAPS }), "{error}");
     assert!(error.to_string().contains("5 ranges"), "{error}");
     assert_eq!(shared.maps.lock().unwrap().len(), MAX_MAPS as usize);
-    // The maximum applies to the ranges that are mapped at a time: after an unmap of two ranges,
-    // two more can be mapped, and after an unmap of all ranges, as many as at first.
+    // The maximum applies to the number of ranges that are mapped at the same time. After an unmap
+    // of two ranges, two more can be mapped. After an unmap of all ranges, the maximum number can
+    // be mapped again.
     client.dma_unmap(DmaUnmap::Range { iova: 0x1000, len: 0x2000 }).unwrap();
     map(0x1000).unwrap();
     map(0x2000).unwrap();

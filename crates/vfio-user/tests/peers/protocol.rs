@@ -297,8 +297,8 @@ fn memory_is_mapped_with_and_without_a_descriptor() {
     assert_eq!(reply.errno(), Errno::INVAL);
     assert!(shared.take_log().is_empty());
 
-    // The reply repeats the payload of the request. The server closes the descriptor of the
-    // request, which it does not need.
+    // The reply repeats the payload of the request. The server does not need the descriptor of the
+    // request, and closes it.
     let unmap = |flags, address, size| wire::DmaUnmap { argsz: 24, flags, address, size };
     let range = unmap(0, 0x10_0000, 0x2000);
     let reply = raw.request_with_fds(command::DMA_UNMAP, &[range.as_bytes()], &fd);

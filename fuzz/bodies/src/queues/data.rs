@@ -4,8 +4,8 @@ use crate::command::{PAGE, descriptor};
 use crate::source::Source;
 use shadowbell_spec::Sqe;
 
-/// Number of pages of a slot, which is the memory for one command: two pages for PRP or SGL lists,
-/// and the others for data.
+/// Number of pages of a slot, the memory for one command: two pages for PRP or SGL lists, and the
+/// others for data.
 pub(super) const SLOT_PAGES: u64 = 2 + DATA_PAGES;
 const DATA_PAGES: u64 = 4;
 /// Maximum number of bytes of a command's data: one page less than a slot has for data, so that the
@@ -136,7 +136,7 @@ impl Pointer {
         }
         pointer.wrong = flaw != 0 && flaw != 4;
         if flaw == 0 && source.rarely(4) {
-            // A descriptor beyond the length of the data, which the controller must not access.
+            // A descriptor beyond the length of the data. The controller must not access it.
             list.push((data + DATA_PAGES * PAGE - 64, 64, 0x00));
         }
         if flaw == 0 && source.rarely(4) {

@@ -117,8 +117,8 @@ pub(super) struct Host {
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
-    /// True if the host uses SPDK's rule for shadow doorbells, by which it writes the doorbell
-    /// register also if EventIdx equals the new value.
+    /// True if the host uses SPDK's rule for shadow doorbells: it writes the doorbell register also
+    /// if EventIdx equals the new value.
     inclusive: bool,
     /// True if the host also uses shadow doorbells for the admin queue.
     shadows_admin: bool,
@@ -535,8 +535,8 @@ impl Host {
         if self.shadow {
             return;
         }
-        // The entries of existing queues get the current values, and all other entries random
-        // values.
+        // All bytes of both pages get the same random value. Then the shadow entries of existing
+        // queues get the current values.
         let junk = source.u8();
         self.poke(SHADOW, &[junk; PAGE as usize]);
         self.poke(EVENT_IDX, &[junk; PAGE as usize]);

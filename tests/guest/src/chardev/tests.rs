@@ -128,8 +128,8 @@ fn booted(
     })
 }
 
-/// Executes a test on the character device of this controller. The test asks for the storage behind
-/// the controller to be stopped and resumed, which this function does.
+/// Executes a test on the character device of this controller. The test requests that the storage
+/// behind the controller is stopped and resumed. This function does so.
 fn run_test(
     guest: &mut Guest,
     tests: &[PathBuf],

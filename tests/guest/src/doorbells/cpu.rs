@@ -1,12 +1,11 @@
-//! Host CPU time per I/O on a file: that of QEMU with its guest, and that of the server if there is
-//! one.
+//! Host CPU time per I/O on a file: of QEMU with its guest, and of the server if there is one.
 //!
 //! Shadowbell over vfio-user is compared with QEMU's own controller; both use shadow doorbells.
 //! Each has its own image, opened with O_DIRECT and io_uring. Both are disks of one guest, and are
 //! measured alternately.
 //!
 //! The measurement is repeated with all processes on one CPU. Then a wakeup does not have to wake a
-//! halted CPU, which is the largest part of the cost of a wakeup under some hypervisors.
+//! halted CPU. Under some hypervisors, waking a halted CPU is the largest part of a wakeup's cost.
 
 use std::fs::File;
 use std::io::Write;
@@ -28,8 +27,9 @@ use shadowbell_testing::wait::LIMIT;
 
 // Duration of a measurement. It is not a time limit.
 const TIME: Duration = Duration::from_millis(2000);
-/// Duration of the short run. Its CPU time is mostly for the start and the end of fio, which take
-/// almost a second in this guest. It is subtracted from the CPU time of the long run.
+/// Duration of the short run. The CPU time of this run is mostly for the start and the end of fio:
+/// together they take almost a second in this guest. It is subtracted from the CPU time of the long
+/// run.
 const SHORT_RUN: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
 /// Number of attempts to measure one turn.

@@ -149,8 +149,8 @@ fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> 
                 device: contestant.device,
                 doorbells: contestant.doorbells,
                 depth,
-                // With zero rounds, there is no run without QEMU's trace, so the speed is that of
-                // the run that counts doorbells.
+                // With zero rounds, every run has QEMU's trace, so the speed comes from the run
+                // that counts doorbells.
                 fio: median(measured).unwrap_or(fio),
                 commands,
                 doorbell_writes,

@@ -229,7 +229,7 @@ fn rebind_kernel_driver(guest: &mut Guest) -> Result<()> {
 }
 
 /// Checks that the kernel's log has few lines about IOMMU faults. Up to four per controller are
-/// expected: the kernel's driver leaves a translation behind, which does not prevent attaching.
+/// expected: the kernel's driver leaves a translation behind, but this does not prevent attaching.
 /// More lines would show faults that Shadowbell's driver has caused.
 fn faults(guest: &mut Guest) -> Result<()> {
     let log = guest.dmesg()?;

@@ -2,7 +2,7 @@
 //! --vhost-user-blk` serves QEMU's `vhost-user-blk-pci`, and reads from a controller of another
 //! process.
 //!
-//! The rows belong to the table `S2`, but are measured in a guest of their own, which has no NVMe
+//! The rows belong to the table `S2`, but are measured in a guest of their own, without an NVMe
 //! controller.
 
 use shadowbell_testing::wait;

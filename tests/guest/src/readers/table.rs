@@ -320,8 +320,8 @@ fn through(
     Ok(rows)
 }
 
-/// Prints the targets of the table, which depend on other load of this machine. Checks only that
-/// every row was measured.
+/// Prints the targets of the table. They depend on other load of this machine, so the only check is
+/// that every row was measured.
 pub(crate) fn check_targets(report: &mut Report, rows: &[Row], controllers: usize) {
     report.check("every row was measured", |_| {
         // Each controller has rows of the kernel's driver, of Shadowbell's driver, of ublk, and of

@@ -1,10 +1,11 @@
 //! Recovery of the driver through VFIO, and zero-copy of a stacked controller, in a guest.
 //!
-//! * `recovery_steps`: one load whose every byte is verified, on QEMU's controller, which has no
-//!   faults, on Shadowbell's controller, which injects faults, and on one that is removed.
+//! * `recovery_steps`: one load, with verification of every byte, on three controllers: QEMU's
+//!   controller (without faults), Shadowbell's controller (with injected faults), and a controller
+//!   that is removed.
 //! * `stacked`: a Shadowbell controller inside the guest. Its namespace is a namespace of another
-//!   controller, which the driver owns. The client's memory is mapped into the IOMMU, so data are
-//!   not copied.
+//!   controller, and the driver owns that other controller. The client's memory is mapped into the
+//!   IOMMU, so data are not copied.
 
 mod controllers;
 mod recovery_steps;

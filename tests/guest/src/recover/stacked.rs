@@ -1,6 +1,6 @@
-//! A controller inside the guest, on a namespace of a second controller, which Shadowbell's driver
-//! uses through VFIO. The client of the first controller is the driver too, over vfio-user. The
-//! client's memory is mapped into the IOMMU for the second controller.
+//! A controller inside the guest, on a namespace of a second controller. Shadowbell's driver uses
+//! the second controller through VFIO. The client of the first controller is the driver too, over
+//! vfio-user. The client's memory is mapped into the IOMMU for the second controller.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;

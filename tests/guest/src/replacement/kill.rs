@@ -15,8 +15,8 @@ pub(super) fn once(supervisor: u32, count: &mut Count) -> Result<()> {
     Ok(())
 }
 
-/// Kills the server process without counting the event, and waits until the next server process
-/// exists. The guest has to check whether that process serves.
+/// Kills the server process, without counting this for a test, and waits until the next server
+/// process exists. The guest has to check whether that process serves.
 pub(crate) fn kill_worker(supervisor: u32) -> Result<()> {
     let before =
         worker(supervisor).with_context(|| format!("process {supervisor} has no worker"))?;

@@ -57,7 +57,7 @@ impl Subject {
         Ok(())
     }
 
-    /// Starts a thread that repeats the event until it is stopped.
+    /// Starts a thread that repeats the kind of replacement under test until it is stopped.
     fn start(&self) -> Events {
         let (subject, stop) = (self.clone(), Arc::<AtomicBool>::default());
         let stopped = Arc::clone(&stop);
@@ -73,15 +73,15 @@ impl Subject {
     }
 }
 
-/// A thread that repeats an event until it is stopped.
+/// A thread that replaces the server process again and again until it is stopped.
 struct Events {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<Count>>,
 }
 
 impl Events {
-    /// Stops the thread, and adds the number of events to `all`. Fails if an event has failed, or
-    /// if fewer than two events have occurred.
+    /// Stops the thread, and adds the number of replacements to `all`. Fails if a replacement has
+    /// failed, or if there were fewer than two.
     fn stop(self, all: &mut u32) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         let count = self.thread.join().map_err(|_| anyhow!("a thread panicked"))??;
@@ -159,7 +159,7 @@ pub(crate) fn run(
         )?;
         events.stop(&mut all)
     });
-    // Repeats the event while fio runs, until it has occurred as often as the command line
+    // Replaces the server process again and again while fio runs, as often as the command line
     // requests.
     while all < setup.events {
         let before = all;

@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 
 use super::count::Count;
 
-/// One restart for upgrade, to the same program.
+/// Restarts the server for upgrade once, with the same program, and counts the result in `count`.
 pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()> {
     let output = Command::new(program).args(["upgrade", &server.to_string()]).output()?;
     match output.status.code() {
@@ -24,7 +24,8 @@ pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()>
     Ok(())
 }
 
-/// Upgrades the server without counting the event. A cancelled upgrade is tried again.
+/// Restarts the server for upgrade, without counting the restart for a test. A cancelled upgrade is
+/// tried again.
 pub(crate) fn upgrade_worker(program: &Path, server: u32) -> Result<()> {
     let mut count = Count::default();
     while count.done == 0 {

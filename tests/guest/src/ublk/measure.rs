@@ -21,7 +21,7 @@ const WORK: [(&str, u32, u32); 6] = [
     ("randwrite", 131_072, 8),
 ];
 
-/// Figures of one data path.
+/// I/O rate and CPU time of one data path.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Figures {
     iops: f64,
@@ -30,7 +30,7 @@ struct Figures {
     system: f64,
 }
 
-/// One load, with both data paths.
+/// Results of one fio load, for both data paths.
 #[derive(Debug)]
 pub(super) struct Row {
     rw: &'static str,
@@ -43,7 +43,7 @@ pub(super) struct Row {
 pub(super) fn measure(guest: &mut Guest, raw: &str, rounds: usize) -> Result<Vec<Row>> {
     let mut turns = WORK.map(|_| [Vec::new(), Vec::new()]);
     for round in 0..rounds {
-        // Every second turn has the reverse order.
+        // Every second round measures the two data paths in reverse order.
         let mut ways = [(0, ""), (1, "--ublk-copy")];
         if round % 2 == 1 {
             ways.reverse();

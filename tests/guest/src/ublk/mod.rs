@@ -244,9 +244,9 @@ fn limited(guest: &mut Guest, raw: &str) -> Result<()> {
     export.stop(guest)
 }
 
-/// Recovery with the other data path. A device that was made for zero copy is recovered by a
-/// process that copies, and by a process whose disk is not a file. A device that was made for
-/// copies continues to copy.
+/// Recovery by a process with the other data path. A device that was created for zero copy is
+/// recovered by a process that copies, and by a process whose disk is not a file. A device that was
+/// created for copies continues to copy.
 fn crossed(guest: &mut Guest, raw: &str) -> Result<()> {
     for (made, then, words) in [
         ("", "--ublk-copy", "an option requests it"),

@@ -1,8 +1,9 @@
-//! Attacks by descriptors of files on a client's FUSE file system, whose daemon does not answer.
+//! Attacks by descriptors of files on a client's FUSE file system. The file system's daemon does
+//! not answer.
 //!
-//! Nearly every system call on such a descriptor waits for the daemon, even `close`. This daemon
-//! answers only INIT, OPEN and GETATTR for other processes, so a process that closes the file
-//! hangs.
+//! Nearly every system call on one of these descriptors waits for the daemon, even `close`. This
+//! daemon answers only INIT, OPEN and GETATTR for other processes, so a process that closes the
+//! file hangs.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -78,7 +79,7 @@ impl SlowFile {
 
 impl Drop for SlowFile {
     fn drop(&mut self) {
-        // The end of the daemon closes the last descriptor of the FUSE connection, which ends the
+        // The end of the daemon closes the last descriptor of the FUSE connection, and so ends the
         // connection.
         self.daemon.kill();
         let _ = unmount(&self.path, UnmountFlags::DETACH);
@@ -168,9 +169,9 @@ fn knock(field: &mut Field, slow: &SlowFile) -> Result<()> {
         let file = slow.open()?;
         let map = dma_map(1 << 41, PAGE, 0);
         let map = message(command::DMA_MAP, 0, &[map.as_bytes()]);
-        // The server sends the reply to the doorbell message, which fails, and checks the
-        // descriptor later. Which of the two comes first depends on the scheduler. So the socket is
-        // closed at three different moments, one after the other.
+        // The server sends the reply to the doorbell message, and the send fails. The server checks
+        // the descriptor later. Which of the two comes first depends on the scheduler. So the
+        // socket is closed at three different moments, one after the other.
         let turn = field.done % 3;
         let end = |when| match when == turn {
             true => shutdown(guest.link.socket(), Shutdown::Read),

@@ -154,7 +154,7 @@ fn sealed(field: &mut Field) -> Result<()> {
     Ok(())
 }
 
-/// Simulation of another program, which locks an image as soon as the server process releases it.
+/// Simulation of another program that locks an image as soon as the server process releases it.
 struct Locker {
     locked: Receiver<()>,
     release: Sender<()>,
@@ -251,14 +251,14 @@ fn grow(field: &mut Field) -> Result<()> {
 
 /// True if the storage server sends error chunks without end.
 static IS_HOSTILE: AtomicBool = AtomicBool::new(false);
-/// Number of replies that consist of error chunks, and the largest number of chunks in one of them.
+/// Number of replies that consist of error chunks, and the largest number of chunks in one reply.
 static REPLIES: AtomicU64 = AtomicU64::new(0);
 static MAX_CHUNKS: AtomicU64 = AtomicU64::new(0);
 /// Number of chunks after which the storage server ends a reply. They are far more than fit into
 /// the buffers of a socket, so the client must have read most of them.
 const MAX_SENT: u64 = 200_000;
 
-/// Starts an NBD server of 16 MiB of zeroes, which accepts writes, at `storage.sock`.
+/// Starts an NBD server at `storage.sock`. Its export has 16 MiB of zeroes, and accepts writes.
 pub fn storage_server(directory: &Path) -> Result<()> {
     IS_HOSTILE.store(false, Ordering::Relaxed);
     MAX_CHUNKS.store(0, Ordering::Relaxed);

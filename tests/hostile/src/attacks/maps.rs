@@ -87,7 +87,7 @@ pub(super) fn page_lists(guest: &mut Guest) -> Result<Vec<(u64, u64)>> {
     (0..1024).map(list).collect()
 }
 
-/// Builds reads of 1 MiB, each with the next one of the PRP lists.
+/// Builds reads of 1 MiB, with the PRP lists in turn.
 pub(super) fn sparse_reads(lists: Vec<(u64, u64)>) -> impl FnMut(u64) -> Sqe {
     move |n| {
         let (prp1, prp2) = lists.get(n as usize % lists.len()).copied().unwrap_or_default();

@@ -57,8 +57,8 @@ fn repeat(field: &mut Field, messages: &[u8], each: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sends DMA maps that the server refuses for four different reasons. It could log each of them,
-/// and so fill its log.
+/// Sends DMA maps that the server refuses for four different reasons. Without a rate limit, the
+/// server would log each refusal, and so fill its log.
 fn bad_maps(field: &mut Field) -> Result<()> {
     let file = memfd(1 << 20)?;
     let mut guest = field.guest_with(1, 64)?;

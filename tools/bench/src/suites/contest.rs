@@ -136,7 +136,7 @@ impl Peer {
         self.directory.path().join(name)
     }
 
-    /// Runs `measure`. Returns its result, to which the server's CPU time per I/O is added.
+    /// Runs `measure`. Adds the server's CPU time per I/O to the result, and returns it.
     pub(crate) fn measured(&self, measure: impl FnOnce() -> Result<Value>) -> Result<Value> {
         let before = time_of_all(self.process.id())?;
         let mut row = measure()?;

@@ -51,8 +51,8 @@ impl Contestant {
     }
 }
 
-/// Exported disks: the same size for all servers. qemu-nbd, which has no memory disk that stores
-/// data, uses a file in tmpfs.
+/// Exported disks: the same size for all servers. qemu-nbd uses a file in tmpfs, because its memory
+/// disk does not store data.
 struct Memory {
     binary: PathBuf,
     mebibytes: u64,
@@ -194,8 +194,8 @@ pub(crate) fn fill(settings: &Settings, server: &NbdServer) -> Result<()> {
     fio::run_once(settings, server).context("filling the export")
 }
 
-/// Measures the export with fio. Returns fio's row, to which the server's CPU time per I/O is
-/// added.
+/// Measures the export with fio. Adds the server's CPU time per I/O to fio's row, and returns the
+/// row.
 pub(crate) fn measure(
     settings: &Settings,
     server: &NbdServer,

@@ -20,7 +20,7 @@ enum Server {
     StorageDaemon,
 }
 
-/// A file in tmpfs for QEMU, which has no memory disk that stores data.
+/// A file in tmpfs for QEMU, because QEMU's memory disk does not store data.
 struct Image(PathBuf);
 
 impl Drop for Image {

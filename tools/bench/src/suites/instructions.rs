@@ -1,9 +1,9 @@
 //! The suite `instructions`: instructions per I/O of each side, counted by callgrind.
 //!
 //! A driver and a controller take turns on one thread (`crates/frontend/examples/step.rs`): the
-//! driver takes completions and submits as many reads, and the controller makes one pass. There
-//! are no waits, so every run executes the same instructions. Two runs of different length are
-//! subtracted, which excludes the first access to everything.
+//! driver takes completions and submits as many reads, and the controller makes one pass. There are
+//! no waits, so every run executes the same instructions. The counts of two runs of different
+//! length are subtracted. This excludes the first access to everything.
 //!
 //! The figures depend on the compiler, whose version is recorded with them.
 
@@ -30,7 +30,7 @@ pub(crate) enum Recorded {
     Replace,
 }
 
-/// Queue depths, all below the number of queue entries. One of them is recorded.
+/// Queue depths, all below the number of queue entries. The result of only one depth is recorded.
 const DEPTHS: [u32; 4] = [1, 8, 32, 120];
 const RECORDED_DEPTH: u32 = 32;
 /// Allowed difference from the recorded figures, in percent.

@@ -157,7 +157,7 @@ fn paced(settings: &Settings) -> Result<Table> {
 /// Gain of the adaptive mode, as two figures. The first is its reduction of the p50 latency, in
 /// percent of the reduction by polling; both reductions are relative to sleeping. It is `None` if
 /// polling has no shorter latency than sleeping. The second is the CPU time of the adaptive mode in
-/// percent of that of polling.
+/// percent of the CPU time of polling.
 fn gain(polling: &Rounds, adaptive: &Rounds, sleeping: &Rounds) -> (Option<f64>, f64) {
     let p50 = |rounds: &Rounds| rounds.median("latency_ns/p50");
     let cpu =

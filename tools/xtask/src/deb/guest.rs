@@ -269,7 +269,7 @@ fn check_exports(machine: &Machine) -> Result<()> {
         "setpriv --reuid=shadowbell --regid=shadowbell --clear-groups \
          truncate --size 64M /var/lib/shadowbell/data.img /var/lib/shadowbell/more.img",
     )?;
-    // The machine that runs the container may have no such devices.
+    // The machine that runs the container may have neither of these devices.
     let has = |device: &str| machine.run(&format!("test -e {device}")).is_ok();
     let (has_device, has_fuse) = (has(BLOCK_DEVICE), has("/dev/fuse"));
     println!("         block device: {has_device}, FUSE: {has_fuse}");

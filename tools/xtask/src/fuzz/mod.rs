@@ -355,8 +355,9 @@ fn once(target: &str, input: &Path) -> Result<()> {
 }
 
 /// Options of the address sanitizer. For the driver, leaks are ignored: it never frees memory to
-/// which a controller may still write. The quarantine of freed memory is small: with a large one,
-/// allocations would use new pages all the time, whose first access makes a step slow.
+/// which a controller may still write. The quarantine of freed memory is small: with a large
+/// quarantine, allocations would use new pages all the time, and the first access to a page makes a
+/// step slow.
 fn sanitizer(target: &str) -> String {
     let leaks = u8::from(target != "driver");
     format!("detect_leaks={leaks}:quarantine_size_mb=32")

@@ -111,8 +111,8 @@ impl Arrows {
         pairs.map(|(from, to)| self.arrow(from, to).trim().to_owned()).collect()
     }
 
-    /// Files from bottom to top, each with its height. The height of a file is one more than that
-    /// of the highest file that it imports. Files of a cycle have the same height.
+    /// Files from bottom to top, each with its height. The height of a file is one more than the
+    /// height of the highest file that it imports. Files of a cycle have the same height.
     pub(super) fn order(&self) -> Vec<(usize, &str)> {
         let cycles = self.cycles();
         let mut heights: BTreeMap<&str, usize> = BTreeMap::new();

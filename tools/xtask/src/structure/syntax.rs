@@ -50,7 +50,7 @@ pub(super) struct Leaf {
     /// Name that the import has in this module. `None` for `_` and for globs.
     pub(super) name: Option<String>,
     pub(super) glob: bool,
-    /// True if other modules can import the name from this one.
+    /// True if other modules can import the name from this module.
     pub(super) is_re_exported: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Inline writes: the thread of the queue executes them itself, if it may block briefly.
+//! Inline writes: writes that the queue's thread executes itself, if it may block briefly.
 //!
 //! Most file systems do not support non-blocking buffered writes, so such writes go to other
 //! threads. Passing a write to another thread and back takes longer than the write itself. A thread
@@ -54,7 +54,7 @@ impl<T> Ring<T> {
     }
 
     /// Tests whether the file supports non-blocking writes, with the writes that io_uring has
-    /// returned. If such a write succeeds in the test, its completion is added to `into`.
+    /// returned. If a write succeeds in the test, its completion is added to `into`.
     pub(super) fn probe_writes(&mut self, into: &mut Vec<(Key, i32)>) {
         let Self { slots, busy, blocking, .. } = self;
         let Blocking { retries, inline, writes, file, .. } = blocking;

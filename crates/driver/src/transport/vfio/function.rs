@@ -19,8 +19,8 @@ pub struct PciFunction {
     pub driver: Option<String>,
     /// Number of the IOMMU group; `None` without an IOMMU.
     pub group: Option<u32>,
-    /// Name of the VFIO character device (`vfio0`); `None` if the kernel does not support such
-    /// devices.
+    /// Name of the VFIO character device (`vfio0`); `None` if the kernel does not support VFIO
+    /// character devices.
     pub cdev: Option<String>,
     directory: PathBuf,
     sysfs: PathBuf,

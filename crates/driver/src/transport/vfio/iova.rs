@@ -25,8 +25,9 @@ pub(super) struct IovaSpace {
 }
 
 impl IovaSpace {
-    /// Creates a space of `ranges`, which may overlap and be in any order. Each range is shrunk to
-    /// whole pages of `granule` bytes. `granule` is rounded up to a power of two of at least 4096.
+    /// Creates a space of the usable `ranges`. They may overlap and be in any order. Each range is
+    /// shrunk to whole pages of `granule` bytes. `granule` is rounded up to a power of two of at
+    /// least 4096.
     pub(super) fn new(ranges: impl IntoIterator<Item = RangeInclusive<u64>>, granule: u64) -> Self {
         let granule = granule.max(PAGE).checked_next_power_of_two().unwrap_or(1 << 63);
         let mut usable: Vec<(u64, u64)> = ranges

@@ -142,7 +142,7 @@ pub(super) fn set_container(group: BorrowedFd<'_>, container: BorrowedFd<'_>) ->
 /// Opens the device of this name in a group.
 pub(super) fn group_device(group: BorrowedFd<'_>, name: &CStr) -> io::Result<OwnedFd> {
     let pointer = name.as_ptr();
-    // SAFETY: this request takes a pointer to a string, which outlives the call.
+    // SAFETY: this request takes a pointer to a string, and the string outlives the call.
     let fd =
         retried(|| unsafe { libc::ioctl(group.as_raw_fd(), GROUP_GET_DEVICE_FD as _, pointer) })?;
     let fd = c_int::try_from(fd).map_err(io::Error::other)?;

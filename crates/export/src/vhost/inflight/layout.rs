@@ -72,7 +72,7 @@ impl Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
     pub(super) in_flight: bool,
-    /// Head of the request that was answered before this one.
+    /// Head of the request that was answered directly before this request.
     pub(super) next: u16,
 }
 

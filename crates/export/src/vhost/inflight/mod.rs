@@ -24,8 +24,9 @@
 //! If the index of the used ring and the stored index differ, the process died between the third
 //! and the fifth step. The difference is the number of requests at the start of the list that are
 //! answered, even if they have a mark. All other marked requests are executed again, in the order
-//! of their numbers, before any new request is taken. The position in the available ring is the sum
-//! of these requests and those in the used ring, because all of them were taken.
+//! of their numbers, before any new request is taken. The position in the available ring is the
+//! number of these requests plus the number of requests in the used ring, because all of them were
+//! taken.
 //!
 //! | killed | found state | action |
 //! |---|---|---|
