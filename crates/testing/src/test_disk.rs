@@ -115,10 +115,6 @@ impl Disk for TestDisk {
         "test".into()
     }
 
-    fn map(&self, len: u64) -> Option<SharedBytes> {
-        self.mem.map(len)
-    }
-
     fn extents(&self, offset: u64, len: u64, tell: &mut ReportExtent<'_>) {
         while self.instructions.lock().hold_extents {
             wait::pause();
