@@ -135,13 +135,14 @@ pub(super) fn recover(
         attempts: Arc::clone(&attempts),
     };
     let threads = config.pool.workers.clamp(1, OPENERS);
+    let stray = plan.stray;
     let mut openers = Openers::start(plan.jobs, context, threads)?;
     let ready = first_results(&mut openers);
     phases.ended("disks and controllers");
     drop(watch);
     abort_point(AbortPoint::Rebuilt);
     let mut reactor = Reactor::new(Limits::default())?;
-    let (mut replays, mut old, mut recovered) = (0, Vec::new(), Vec::new());
+    let (mut replays, mut old, mut recovered) = (0, vec![stray], Vec::new());
     for one in ready {
         let one = match one {
             Recovered::Controller(one) => *one,
@@ -233,6 +234,9 @@ struct Plan {
     next: usize,
     /// Number in the key of the dead process's last disk item.
     disks: u64,
+    /// Keys of items that the list does not name: an earlier process left them, because the next
+    /// one died before it had deleted them. They hold the sockets of dropped clients open.
+    stray: Vec<String>,
 }
 
 impl Plan {
@@ -294,7 +298,9 @@ impl Plan {
                 items,
             })]);
         }
-        Self { jobs: groups, next, disks }
+        let kinds = ["controller/", "port/", "disk/", "file/"];
+        let stray = kinds.iter().flat_map(|kind| items.keys(kind)).collect();
+        Self { jobs: groups, next, disks, stray }
     }
 
     /// Returns the entries of the dead process's checkpoint. The checkpoint of this process
