@@ -180,8 +180,8 @@ impl Recorder for NoCheckpoint {
     fn record(&self, _: &SavedController, _: Descriptors) {}
 }
 
-/// A command that a stopped disk holds is at rest: it moves with its queue and is executed again.
-/// So neither a move nor a quiesce waits until the operator resumes the disk.
+/// A command that a stopped disk holds is not at the storage: it moves with its queue and is
+/// executed again. So neither a move nor a quiesce waits until the operator resumes the disk.
 #[test]
 fn held_commands_move_with_their_queues() {
     let storage = TestDisk::new(1024, 512);

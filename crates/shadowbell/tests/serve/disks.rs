@@ -211,7 +211,6 @@ fn a_disk_that_is_being_recovered_is_not_opened_again() {
         &["disk", "add", "far", &uri][..],
         &["disk", "add", "other", &uri],
         &["disk", "remove", "far"],
-        &["namespace", "attach", "a", "2", "far"],
         &["namespace", "attach", "a", "2", &uri],
         &["export", "add", "e", "far", "--nbd", "unix:far.sock"],
         &["apply", "vm.toml"],

@@ -166,7 +166,7 @@ fn held_writes_are_repeated_after_a_kill_and_an_upgrade() {
     until("another process", || worker(&server) != before);
     until("a stopped disk after the upgrade", || disk(&server)["held"] == 1);
     assert!(guest.queue.pop().is_none());
-    // A held command is at rest, so it has not delayed the quiesce to its time limit.
+    // A held command is not at the storage, so it has not delayed the quiesce.
     assert!(!server.stderr().contains("did not quiesce"), "{}", server.stderr());
     resume(&server, &mut guest);
     drop(guest);
