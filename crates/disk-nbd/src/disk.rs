@@ -65,46 +65,55 @@ impl NbdDisk {
         has_quiesced: bool,
         wait: Wait<'_>,
     ) -> Result<Self, OpenError> {
-        let saved = state.get(KEY).map(SavedExport::deserialize);
-        let saved = match saved {
-            Some(Ok(saved)) => saved,
-            Some(Err(error)) => return Err(refused(spec, error.to_string())),
-            None => {
-                return Err(refused(
-                    spec,
-                    "its stored state is not that of an NBD export".to_owned(),
-                ));
-            }
-        };
+        let saved = saved_export(spec, state)?;
         if !has_quiesced {
             wait_for_server(spec, &saved, wait)?;
         }
-        let is_lost = Cell::new(saved.has_lost_writes);
-        let mut disk = reach(spec, wait, || {
-            Self::connect(spec, |stream, export, stop| {
-                if saved.read_only || !export.has(transmission::SEND_FLUSH) {
-                    return Ok(());
-                }
-                let until = Instant::now() + FLUSH;
-                match flush(&mut Patient { stream, until, stop }, export.structured) {
-                    Ok(()) => Ok(()),
-                    Err(ReplayError::Lost(source)) => {
-                        Err(OpenError::Connect { disk: spec.to_string(), source })
-                    }
-                    Err(error @ ReplayError::Refused(_)) => {
-                        tracing::error!(
-                            "{spec}: writes since the last flush may be lost: {error}; flushes \
-                             fail until the disk is opened again"
-                        );
-                        is_lost.set(true);
-                        Ok(())
-                    }
-                }
-            })
-        })?;
+        let mut disk = reach(spec, wait, || Self::succeed(spec, &saved))?;
         disk.info = saved
             .with_previous_properties(&disk.info)
             .map_err(|why| refused(spec, why.to_owned()))?;
+        Ok(disk)
+    }
+
+    /// Opens the disk of a dead process that cannot be [recovered](Self::recover). `state` is its
+    /// checkpoint. The disk has the properties that the server offers now, and requests of the dead
+    /// process may still be executed. A loss of writes is known as before.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn reopen(spec: &NbdSpec, state: &Value) -> Result<Self, OpenError> {
+        match saved_export(spec, state) {
+            Ok(saved) => Self::succeed(spec, &saved),
+            // The state is invalid, which is the reason why the disk cannot be recovered.
+            Err(_) => Self::open(spec),
+        }
+    }
+
+    /// Opens the disk after the death of the process that stored `saved`. Makes the writes that the
+    /// server has answered to that process durable.
+    fn succeed(spec: &NbdSpec, saved: &SavedExport) -> Result<Self, OpenError> {
+        let is_lost = Cell::new(saved.has_lost_writes);
+        let disk = Self::connect(spec, |stream, export, stop| {
+            if saved.read_only || !export.has(transmission::SEND_FLUSH) {
+                return Ok(());
+            }
+            let until = Instant::now() + FLUSH;
+            match flush(&mut Patient { stream, until, stop }, export.structured) {
+                Ok(()) => Ok(()),
+                Err(ReplayError::Lost(source)) => {
+                    Err(OpenError::Connect { disk: spec.to_string(), source })
+                }
+                Err(error @ ReplayError::Refused(_)) => {
+                    tracing::error!(
+                        "{spec}: writes since the last flush may be lost: {error}; flushes fail \
+                         until the disk is opened again"
+                    );
+                    is_lost.set(true);
+                    Ok(())
+                }
+            }
+        })?;
         disk.connections().shared.unflushed.lock().has_lost_writes = is_lost.get();
         Ok(disk)
     }
@@ -197,6 +206,15 @@ impl NbdDisk {
         }];
         words.extend(can.map(str::to_owned));
         words.join(", ")
+    }
+}
+
+/// Decodes the checkpoint of a disk.
+fn saved_export(spec: &NbdSpec, state: &Value) -> Result<SavedExport, OpenError> {
+    match state.get(KEY).map(SavedExport::deserialize) {
+        Some(Ok(saved)) => Ok(saved),
+        Some(Err(error)) => Err(refused(spec, error.to_string())),
+        None => Err(refused(spec, "its stored state is not that of an NBD export".to_owned())),
     }
 }
 

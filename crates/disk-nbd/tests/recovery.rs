@@ -89,6 +89,28 @@ fn recovery_refuses_a_changed_server_and_keeps_a_loss() {
     assert!(flush(&mut *queue).is_err());
 }
 
+/// A writable disk without `settle` is opened again after a crash, if it cannot be recovered. Its
+/// clients may be those of the dead process, so flushes fail after a loss as before.
+#[test]
+fn a_disk_that_is_opened_again_keeps_a_loss() {
+    let mut fake = Fake::new(1 << 20, ALL);
+    let disk = fake.open("replay=off");
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 0, &[7; 4096]).unwrap();
+    let spec = format!("nbd+unix:///x?socket={}", fake.socket().display());
+    let spec = NbdSpec::parse(&spec).unwrap();
+    let next = NbdDisk::reopen(&spec, &saved(&disk)).unwrap();
+    assert!(!next.has_lost_writes());
+    assert_eq!(fake.durable()[0], 7, "what was answered is durable from here on");
+    write(&mut *queue, 0, &[8; 4096]).unwrap();
+    fake.kill();
+    fake.start();
+    assert!(flush(&mut *queue).is_err() && disk.has_lost_writes());
+    let next = NbdDisk::reopen(&spec, &saved(&disk)).unwrap();
+    assert!(next.has_lost_writes());
+    assert!(flush(&mut *next.queue().unwrap()).is_err());
+}
+
 /// A read-only disk has no late writes, so recovery only waits until the server is reachable again.
 #[test]
 fn a_read_only_disk_recovers_after_its_server_restarts() {

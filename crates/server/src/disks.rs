@@ -7,6 +7,7 @@
 
 use super::checkpointer::Checkpointer;
 use super::config_diff::is_same_disk;
+use super::flush::flush_within;
 use super::guard::{DiskGuard, Effect, Loss};
 use super::namespaces::{ChangeResult, NamespaceChange, apply_change};
 use super::open_disk::{OpenDisk, check_group, derived_id, id_of};
@@ -17,12 +18,16 @@ use shadowbell_config::controller_config::{DiskConfig, nsids};
 use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::NamedDisk;
 use shadowbell_config::subsystems::Membership;
-use shadowbell_disk::Disk;
+use shadowbell_disk::{Disk, DiskError};
 use shadowbell_process::exit;
 use shadowbell_storage::disk_files;
 use std::path::Path;
 use std::sync::Arc;
-use tracing::info;
+use std::time::Duration;
+use tracing::{info, warn};
+
+/// Time limit for the flush of a disk that was detached or replaced.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A disk of the server, and its users.
 pub(super) struct ListedDisk {
@@ -216,6 +221,61 @@ impl Changes {
         Ok(())
     }
 
+    /// Flushes a disk that was detached or replaced, and closes it. The flush also waits for the
+    /// writes that the detach has cancelled. If the storage does not answer, the disk stays open
+    /// without a controller: otherwise, unflushed data would be lost, or a late write would
+    /// overwrite that of a disk which is opened from the same source.
+    ///
+    /// # Errors
+    /// The flush fails. The error names the id of the disk if it stays open.
+    pub(super) fn close_disk(&self, id: &str, open: OpenDisk) -> anyhow::Result<()> {
+        let (name, had_lost_writes) = (open.disk.name(), open.disk.has_lost_writes());
+        let Err(error) = flush_within(&*open.disk, CLOSE_TIMEOUT) else { return Ok(()) };
+        if open.disk.orphans() == 0 && error.is::<DiskError>() {
+            // The storage reports an error. After an earlier loss, it has been reported to flushes
+            // of the clients.
+            warn!("{name}: closed with unflushed data: {error:#}");
+            return match had_lost_writes {
+                true => Ok(()),
+                false => Err(error.context(format!("data written to {name} may be lost"))),
+            };
+        }
+        let mut kept = format!("{id}.old");
+        while self.disk(&kept).is_ok() {
+            kept.push_str(".old");
+        }
+        let stays = format!(
+            "cannot flush {name}, so it stays open as the disk {kept}, until `shadowbell ctl disk remove \
+             {kept}` succeeds"
+        );
+        warn!("{stays}: {error:#}");
+        self.add_unattached(&kept, open);
+        Err(error.context(stays))
+    }
+
+    /// Refuses a disk that was opened from the same source as a disk of this server whose storage
+    /// may still execute cancelled writes. Requests of the open disk wait for these writes; those of
+    /// the new one would not.
+    ///
+    /// # Errors
+    /// There is such a disk.
+    pub(super) fn check_orphans(&self, disk: &Arc<dyn Disk>) -> anyhow::Result<()> {
+        let name = disk.name();
+        let has_its_orphans = |ListedDisk { open: other, .. }: &ListedDisk| {
+            !Arc::ptr_eq(&other.disk, disk)
+                && other.disk.orphans() != 0
+                && other.disk.name() == name
+        };
+        match self.disks().into_iter().find(has_its_orphans) {
+            None => Ok(()),
+            Some(other) => Err(exit::conflict(anyhow!(
+                "{name}: its storage has not answered all writes of the disk {}; use that disk, or \
+                 wait",
+                other.id
+            ))),
+        }
+    }
+
     /// Changes a disk, and the namespaces that use it. Returns false if the disk has the property
     /// already. `forced` is required if connected clients would find other content or a smaller
     /// disk.
@@ -259,7 +319,7 @@ impl Changes {
         let (spec, new, effect) =
             match apply_change(&before.spec, &before.disk, change, &guard, open)? {
                 ChangeResult::Same => return Ok(false),
-                ChangeResult::InPlace(spec) => (spec, before.disk, None),
+                ChangeResult::InPlace(spec) => (spec, Arc::clone(&before.disk), None),
                 ChangeResult::Disk(spec, new, effect) => {
                     if before.disk.info().read_only && !new.info().read_only {
                         self.check_made_writable(&disk)?;
@@ -274,6 +334,9 @@ impl Changes {
         }
         if let Some(effect) = effect {
             self.update_exports(&id, &new, &effect);
+        }
+        if let NamespaceChange::Disk(_) = change {
+            self.close_disk(&id, before)?;
         }
         Ok(true)
     }

@@ -18,8 +18,13 @@ pub(super) fn flush(disk: &dyn Disk) -> anyhow::Result<()> {
     flush_within(disk, FLUSH_TIMEOUT)
 }
 
-fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
-    if !disk.info().volatile_cache {
+/// Like [`flush`], with a time limit.
+///
+/// # Errors
+/// The disk reports an error, or does not answer in time.
+pub(super) fn flush_within(disk: &dyn Disk, most: Duration) -> anyhow::Result<()> {
+    // A flush also waits for orphans, which a disk without a cache may have as well.
+    if !disk.info().volatile_cache && disk.orphans() == 0 {
         return Ok(());
     }
     let mut queue = disk.queue()?;
@@ -58,9 +63,12 @@ mod tests {
     use std::io::{self, PipeReader, PipeWriter};
     use std::os::fd::{AsFd, BorrowedFd};
 
-    /// A disk that never completes a request.
+    /// A disk that never completes a request, with this number of orphans.
     #[derive(Debug)]
-    struct Mute;
+    struct Mute {
+        volatile_cache: bool,
+        orphans: usize,
+    }
 
     struct MuteQueue {
         woken: PipeReader,
@@ -70,8 +78,12 @@ mod tests {
     impl Disk for Mute {
         fn info(&self) -> DiskInfo {
             let mut info = NullDisk::new(8, 512).info();
-            info.volatile_cache = true;
+            info.volatile_cache = self.volatile_cache;
             info
+        }
+
+        fn orphans(&self) -> usize {
+            self.orphans
         }
 
         fn queue(&self) -> io::Result<Box<dyn Queue>> {
@@ -97,7 +109,12 @@ mod tests {
     #[test]
     fn a_disk_that_never_answers_is_not_waited_for_for_ever() {
         // The test waits until this limit expires, so it is short.
-        let error = flush_within(&Mute, Duration::from_millis(20)).unwrap_err();
-        assert!(error.to_string().contains("may be lost"), "{error}");
+        for (volatile_cache, orphans) in [(true, 0), (false, 1)] {
+            let mute = Mute { volatile_cache, orphans };
+            let error = flush_within(&mute, Duration::from_millis(20)).unwrap_err();
+            assert!(error.to_string().contains("may be lost"), "{error}");
+        }
+        let mute = Mute { volatile_cache: false, orphans: 0 };
+        flush_within(&mute, Duration::from_millis(20)).unwrap();
     }
 }

@@ -5,7 +5,7 @@
 
 use super::builder::isolate;
 use super::guard::{self, DiskGuard, Effect, Loss};
-use super::open_disk::{check_group, id_of, missing_group};
+use super::open_disk::{OpenDisk, check_group, id_of, missing_group};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
@@ -267,14 +267,16 @@ impl Changes {
         super::flush::flush(&*found.namespace.disk)
             .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
         let pending_detach = self.begin_detach(&found.disk, &found.namespace.disk);
-        drop(found);
+        let own = OpenDisk { spec: found.disk.disk.clone(), disk: found.namespace.disk };
         let outcome = self.change(served, &requested, after, nsid, None, |controller, done| {
             controller.remove_namespace(nsid, done)
         });
+        let is_closed = pending_detach.is_none();
         self.end_detach(pending_detach, outcome.is_ok());
         outcome?;
         info!("{}: namespace {nsid}, {name}, is removed", served.name);
-        Ok(())
+        // The guest may have written since the flush, and the removal cancels writes in flight.
+        if is_closed { self.close_disk(&id, own) } else { Ok(()) }
     }
 
     /// Changes a namespace that does not belong to a pool. Returns false if the namespace has this
@@ -331,13 +333,17 @@ impl Changes {
         }
         let config = NamespaceConfig { disk: Arc::clone(&disk), uuid: found.namespace.uuid };
         let replaced = change.replaces(&found.namespace.disk);
-        drop(found);
+        let old = OpenDisk { spec: found.disk.disk, disk: found.namespace.disk };
         self.change(served, &requested, after, nsid, Some((&own, &config)), |controller, done| {
             change_disk(controller, nsid, disk, replaced, done)
         })?;
         let name = config.disk.name();
         info!("{}: namespace {nsid} is {name}{}", served.name, describe(&*config.disk, &own.disk));
-        self.update_exports(&id_of(&served.id, nsid, &own), &config.disk, &effect);
+        let id = id_of(&served.id, nsid, &own);
+        self.update_exports(&id, &config.disk, &effect);
+        if let NamespaceChange::Disk(_) = change {
+            self.close_disk(&id, old)?;
+        }
         Ok(true)
     }
 
@@ -723,7 +729,136 @@ fn impossible(error: NamespaceError) -> anyhow::Error {
 
 #[cfg(test)]
 mod tests {
+    use super::super::event::EventQueue;
+    use super::super::registry::Registry;
     use super::*;
+    use parking_lot::Mutex;
+    use shadowbell_controller::{Carrier, Config, Controller, Pool, PoolOptions};
+    use shadowbell_disk::{DiskError, DiskInfo, Op, Queue, Request, Submitted};
+    use shadowbell_memory::Segments;
+    use std::collections::VecDeque;
+    use std::io;
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    #[derive(Debug, Default)]
+    struct State {
+        /// Results of the next flushes.
+        flushes: Mutex<VecDeque<Result<(), DiskError>>>,
+        orphans: AtomicUsize,
+        has_lost_writes: AtomicBool,
+    }
+
+    /// A disk with these results of flushes. A failed flush sets `has_lost_writes` if there are no
+    /// orphans.
+    #[derive(Clone, Debug, Default)]
+    struct Flushed(Arc<State>);
+
+    impl Disk for Flushed {
+        fn info(&self) -> DiskInfo {
+            let mut info = DiskInfo::new(512, 2048);
+            info.volatile_cache = true;
+            info
+        }
+
+        fn queue(&self) -> io::Result<Box<dyn Queue>> {
+            Ok(Box::new(self.clone()))
+        }
+
+        fn name(&self) -> String {
+            "flushed".to_owned()
+        }
+
+        fn orphans(&self) -> usize {
+            self.0.orphans.load(Ordering::Relaxed)
+        }
+
+        fn has_lost_writes(&self) -> bool {
+            self.0.has_lost_writes.load(Ordering::Relaxed)
+        }
+    }
+
+    impl Queue for Flushed {
+        fn submit(&mut self, _: u32, request: &Request, _: &mut Segments) -> Submitted {
+            assert_eq!(request.op, Op::Flush);
+            let outcome = self.0.flushes.lock().pop_front().expect("a flush too many");
+            let is_loss = outcome.is_err() && self.orphans() == 0;
+            self.0.has_lost_writes.store(is_loss, Ordering::Relaxed);
+            Submitted::Done(outcome)
+        }
+    }
+
+    /// Changes of a server with the controller `vm`, whose namespace 1 is this disk.
+    fn changes(disk: &Flushed) -> Changes {
+        let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
+        let disks = ["fake:1", "null:1MiB"].map(DiskConfig::of).into();
+        let controller = ControllerConfig { disks, ..ControllerConfig::default() };
+        let (id, socket) = (Some("vm".to_owned()), PathBuf::from("vm.sock"));
+        let requested = SocketConfig { id, socket, controller, worker: None, origin: None };
+        let null = shadowbell_disk_file::open("null:1MiB").unwrap();
+        let namespaces = [Arc::new(disk.clone()) as Arc<dyn Disk>, null];
+        let namespaces = (1..).zip(namespaces);
+        let namespaces = namespaces.map(|(nth, disk)| NamespaceConfig { disk, uuid: [nth; 16] });
+        let config = Config { namespaces: namespaces.collect(), ..Config::default() };
+        let carrier = Carrier { mapped_doorbells: false, listener: None };
+        let controller = Controller::new(config, pool.clone(), carrier).unwrap();
+        let served = ServedController::new(0, requested, controller, Arc::default());
+        let registry = Arc::new(Registry::new(vec![served]));
+        Changes::new(pool, EventQueue::new().sender(0), false, registry)
+    }
+
+    /// Sets the results of the next flushes, and the number of orphans.
+    fn prepare(disk: &Flushed, flushes: &[Result<(), DiskError>], orphans: usize) {
+        *disk.0.flushes.lock() = flushes.iter().copied().collect();
+        disk.0.orphans.store(orphans, Ordering::Relaxed);
+    }
+
+    #[test]
+    fn a_disk_is_flushed_after_its_removal_or_replacement() {
+        let (ok, failed) = (Ok(()), Err(DiskError::Io(5)));
+        let replacement = NamespaceChange::Disk("null:1MiB?block-size=512".to_owned());
+        let remove = |changes: &Changes| changes.remove_namespace("vm", 1, true);
+        let replace = |changes: &Changes| changes.change_disk("vm/1", &replacement, true).map(drop);
+        let replace_unattached = |changes: &Changes| {
+            let disk = changes.disk("vm/1").unwrap().open;
+            changes.unattached().lock().insert("data".to_owned(), disk);
+            changes.remove_namespace("vm", 1, true).unwrap();
+            changes.change_disk("data", &replacement, true).map(drop)
+        };
+        let cases: [(&[_], &str, &dyn Fn(&Changes) -> anyhow::Result<()>); 3] = [
+            // A removal also flushes the disk before the change.
+            (&[ok], "vm/1.old", &remove),
+            (&[], "vm/1.old", &replace),
+            (&[ok, ok], "data.old", &replace_unattached),
+        ];
+        for (before, kept, change) in cases {
+            let disk = Flushed::default();
+            prepare(&disk, &[before, &[ok]].concat(), 0);
+            change(&changes(&disk)).unwrap();
+            assert!(disk.0.flushes.lock().is_empty(), "no flush: {kept}");
+
+            // The flush fails because of a loss: the disk is closed, and the request fails.
+            prepare(&disk, &[before, &[failed]].concat(), 0);
+            let server = changes(&disk);
+            let error = format!("{:#}", change(&server).unwrap_err());
+            assert!(error.contains("data written to flushed may be lost"), "{error}");
+            assert!(server.disk(kept).is_err());
+
+            // The storage does not answer a write: the disk stays open until it does.
+            let disk = Flushed::default();
+            prepare(&disk, &[before, &[failed]].concat(), 1);
+            let server = changes(&disk);
+            let error = format!("{:#}", change(&server).unwrap_err());
+            assert!(error.contains(&format!("it stays open as the disk {kept}")), "{error}");
+            let again: Arc<dyn Disk> = Arc::new(disk.clone());
+            let error = server.check_orphans(&again).unwrap_err().to_string();
+            assert!(error.contains(kept), "{error}");
+            prepare(&disk, &[ok], 0);
+            server.check_orphans(&again).unwrap();
+            server.remove_disk(kept).unwrap();
+            assert!(server.disk(kept).is_err() && disk.0.flushes.lock().is_empty());
+        }
+    }
 
     #[test]
     fn a_replaced_source_keeps_limits_and_read_only_unless_the_new_one_names_them() {

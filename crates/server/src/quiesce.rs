@@ -19,6 +19,7 @@ use shadowbell_disk::Disk;
 use shadowbell_process::exit;
 use shadowbell_state::{AbortPoint, Descriptors, abort_point};
 use shadowbell_supervisor::protocol::{to_supervisor, to_worker};
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -107,16 +108,38 @@ fn quiesce_all(
     if shadowbell_block::unfinished_queues() > 0 {
         unfinished.push("requests of disconnected clients of an export did not end".to_owned());
     }
-    let stalled = server.disks().into_iter().find(|disk| !await_orphans(&**disk, until));
-    if let Some(disk) = stalled.filter(|_| unfinished.is_empty()) {
-        unfinished.push(format!("{} has not answered", disk.name()));
-    }
-    // If the reactor, an export or a disk is unfinished, requests may still reach each disk and
-    // controller, so no controller counts as quiesced.
+    // If the reactor or an export is unfinished, requests may still reach each disk and controller,
+    // so no controller counts as quiesced.
     if unfinished.len() > unquiesced.len() {
         quiesced.clear();
     }
+    let all = server.disks();
+    all.iter().for_each(|disk| await_orphans(&**disk, until));
+    let mut stalled = remove_stalled(&mut quiesced, |served| served.disks().collect());
+    if unfinished.is_empty() && stalled.is_empty() {
+        // A disk that no controller has.
+        stalled.extend(all.iter().find(|disk| disk.orphans() != 0).map(|disk| disk.name()));
+    }
+    unfinished.extend(stalled.iter().map(|name| format!("{name} has not answered")));
     quiesced
+}
+
+/// Removes the controllers whose disk has orphans from `quiesced`: the storage may still execute
+/// these writes, so the next process has to wait for the fence. `disks` returns the disks of a
+/// controller. Returns the names of the disks with orphans.
+fn remove_stalled<T>(
+    quiesced: &mut Vec<T>,
+    disks: impl Fn(&T) -> Vec<Arc<dyn Disk>>,
+) -> BTreeSet<String> {
+    let mut stalled = BTreeSet::new();
+    quiesced.retain(|served| {
+        let disks = disks(served);
+        let mut with_orphans = disks.iter().filter(|disk| disk.orphans() != 0).peekable();
+        let is_quiesced = with_orphans.peek().is_none();
+        stalled.extend(with_orphans.map(|disk| disk.name()));
+        is_quiesced
+    });
+    stalled
 }
 
 /// Ends the exports, whose clients connect to the next process. The channel is closed when they
@@ -138,15 +161,11 @@ fn stop_exports(server: &Server) -> std::sync::mpsc::Receiver<Infallible> {
     ended
 }
 
-/// Waits until a disk has no orphans. Returns false if the disk still has orphans at `until`.
-fn await_orphans(disk: &dyn Disk, until: Instant) -> bool {
-    while disk.orphans() != 0 {
-        if Instant::now() >= until {
-            return false;
-        }
+/// Waits until a disk has no orphans, but at most until `until`.
+fn await_orphans(disk: &dyn Disk, until: Instant) {
+    while disk.orphans() != 0 && Instant::now() < until {
         thread::sleep(Duration::from_millis(1));
     }
-    true
 }
 
 /// Quiesces controllers. Returns those that have not quiesced by `until`, and those that have.
@@ -186,4 +205,48 @@ fn why_incomplete(server: &Server) -> anyhow::Error {
     recoverable().err().unwrap_or_else(|| {
         anyhow!("the supervisor has no complete checkpoint; stop the server and start it again")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_disk::{DiskInfo, Queue};
+    use std::io;
+
+    /// A disk with this name and number of orphans.
+    #[derive(Debug)]
+    struct Stalled(&'static str, usize);
+
+    impl Disk for Stalled {
+        fn info(&self) -> DiskInfo {
+            DiskInfo::new(512, 8)
+        }
+
+        fn queue(&self) -> io::Result<Box<dyn Queue>> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        fn name(&self) -> String {
+            self.0.to_owned()
+        }
+
+        fn orphans(&self) -> usize {
+            self.1
+        }
+    }
+
+    #[test]
+    fn a_controller_has_not_quiesced_while_its_disk_has_orphans() {
+        let disk = |name, orphans| Arc::new(Stalled(name, orphans)) as Arc<dyn Disk>;
+        let shared = disk("shared", 2);
+        let mut quiesced = vec![
+            (0, vec![disk("a", 0)]),
+            (1, vec![disk("b", 0), Arc::clone(&shared)]),
+            (2, vec![Arc::clone(&shared)]),
+            (3, vec![disk("c", 1), disk("d", 0)]),
+        ];
+        let stalled = remove_stalled(&mut quiesced, |(_, disks)| disks.clone());
+        assert_eq!(stalled.into_iter().collect::<Vec<_>>(), ["c", "shared"]);
+        assert_eq!(quiesced.iter().map(|(index, _)| *index).collect::<Vec<_>>(), [0]);
+    }
 }

@@ -225,10 +225,12 @@ impl Changes {
     pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
         self.registry.check_waiting_source(spec).map_err(DiskSpecError::Other)?;
         let open = if self.recoverable { disk_open::open_recoverable } else { disk_open::open };
-        open(spec).map_err(|error| match error {
+        let disk = open(spec).map_err(|error| match error {
             DiskSpecError::Disk(OpenError::Busy { .. }) => self.own_disk(spec).unwrap_or(error),
             error => error,
-        })
+        })?;
+        self.check_orphans(&disk).map_err(DiskSpecError::Other)?;
+        Ok(disk)
     }
 
     /// Opens everything that a controller needs, without serving it.
@@ -246,6 +248,12 @@ impl Changes {
         let config = open_one(&requested, self.recoverable, |id| {
             self.unattached_disk(id, requested.controller.read_only)
         })?;
+        for (wanted, namespace) in requested.controller.disks.iter().zip(&config.namespaces) {
+            let id = wanted.id.as_ref();
+            if !id.is_some_and(|id| self.unattached.lock().contains_key(id)) {
+                self.check_orphans(&namespace.disk)?;
+            }
+        }
         let controller = Controller::new(config, self.pool.clone(), carrier(&requested, &events));
         let controller = with_origin(&requested, controller.map_err(exit::bad_input))?;
         with_origin(

@@ -247,7 +247,7 @@ impl Plan {
         death: CauseOfDeath,
         attempts: &Attempts,
     ) -> Self {
-        let quiesced = take_quiesced(&mut items);
+        let quiesced = take_quiesced(&mut items, &complete.controllers);
         let of_process = |index: &usize| match quiesced.controllers.contains(index) {
             true => CauseOfDeath::Planned,
             false => death,
@@ -345,9 +345,29 @@ fn sort(jobs: &mut [ControllerJob], quiesced: &Quiesced, attempts: &Attempts) {
 }
 
 /// Takes the list of the controllers that had quiesced out of the checkpoint, if there is one.
-fn take_quiesced(items: &mut Checkpoint) -> Quiesced {
+///
+/// The controllers of a subsystem share their disks, and only the first one recovers them. If it
+/// had quiesced and another one had not, the disks would be recovered without a fence. So none of
+/// them counts as quiesced. Controllers that the dead process had not recovered yet do not count:
+/// with the first controller, it had recovered their disks, after the fence.
+fn take_quiesced(items: &mut Checkpoint, controllers: &[ControllerEntry]) -> Quiesced {
     let all: Items = items.all.remove_entry(QUIESCED).into_iter().collect();
-    decode(&all, QUIESCED).map(|(quiesced, _)| quiesced).unwrap_or_default()
+    let (mut quiesced, _): (Quiesced, _) = decode(&all, QUIESCED).unwrap_or_default();
+    let subsystem = |entry: &ControllerEntry| {
+        let membership = entry.requested.controller.subsystem.as_ref();
+        membership.map(|membership| membership.name.clone())
+    };
+    let is_quiesced = |entry: &&ControllerEntry| {
+        entry.died.is_some() || quiesced.controllers.contains(&entry.index)
+    };
+    let unquiesced = controllers.iter().filter(|entry| !is_quiesced(entry));
+    let unquiesced: HashSet<_> = unquiesced.filter_map(subsystem).collect();
+    let is_unfenced =
+        |entry: &&ControllerEntry| subsystem(entry).is_some_and(|name| unquiesced.contains(&name));
+    let unfenced: HashSet<_> =
+        controllers.iter().filter(is_unfenced).map(|entry| entry.index).collect();
+    quiesced.controllers.retain(|index| !unfenced.contains(index));
+    quiesced
 }
 
 /// Checks that this process could recover from the checkpoint of a process that still serves.
@@ -420,5 +440,68 @@ fn matches_configuration(config: &ServerConfig, complete: &Complete) -> anyhow::
     match checkpoint_items::difference(&complete.served, &requested) {
         Some(why) if !complete.is_changed => bail!(why),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_config::ana_state::AnaGroups;
+    use shadowbell_config::controller_config::ControllerConfig;
+    use shadowbell_config::server_config::SocketConfig;
+    use shadowbell_config::subsystems::Membership;
+    use shadowbell_supervisor::checkpoint::Body;
+    use std::path::PathBuf;
+
+    fn entry(index: usize, subsystem: Option<&str>) -> ControllerEntry {
+        let membership = |name: &str| Membership {
+            name: name.to_owned(),
+            state: PathBuf::from("reservations"),
+            serial: None,
+            cntlid: index as u16 + 1,
+            ana: AnaGroups::default(),
+        };
+        let subsystem = subsystem.map(membership);
+        let controller = ControllerConfig { subsystem, ..ControllerConfig::default() };
+        let socket = PathBuf::from(format!("{index}.sock"));
+        let requested = SocketConfig { id: None, socket, controller, worker: None, origin: None };
+        ControllerEntry { index, requested, disks: Vec::new(), changing: Vec::new(), died: None }
+    }
+
+    /// Deaths by which a recovery plans the controllers, in the order of `controllers`, if those
+    /// with the indices `quiesced` had quiesced, and the others were killed.
+    fn deaths(controllers: Vec<ControllerEntry>, quiesced: &[usize]) -> Vec<CauseOfDeath> {
+        let mut items = Checkpoint::default();
+        let list = serde_json::to_vec(&Quiesced { controllers: quiesced.to_vec() }).unwrap();
+        let item = Item { body: Body::Here(list), fds: Vec::new() };
+        items.all.insert(QUIESCED.to_owned(), Arc::new(item));
+        let attempts = Attempts::take(&mut items).unwrap();
+        let complete = Complete {
+            version: *READABLE.end(),
+            served: Vec::new(),
+            is_changed: true,
+            controllers,
+            groups: Vec::new(),
+            unattached: std::collections::BTreeMap::new(),
+            exports: Vec::new(),
+        };
+        let config = ServerConfig::default();
+        let plan = Plan::of(&config, &complete, items, CauseOfDeath::Killed, &attempts);
+        let pending = plan.pending().controllers;
+        pending.into_values().filter_map(|entry| entry.died).collect()
+    }
+
+    #[test]
+    fn a_subsystem_has_quiesced_only_as_a_whole() {
+        use CauseOfDeath::{Fault, Killed, Planned};
+        let all =
+            || vec![entry(3, Some("s")), entry(4, Some("s")), entry(5, Some("t")), entry(6, None)];
+        assert_eq!(deaths(all(), &[5, 3, 6]), [Killed, Killed, Planned, Planned]);
+        assert_eq!(deaths(all(), &[4, 3, 5, 6]), [Planned; 4]);
+        assert_eq!(deaths(all(), &[]), [Killed; 4]);
+        // The dead process has recovered the disks of the subsystem with its first controller.
+        let mut all = all();
+        all[1].died = Some(Fault);
+        assert_eq!(deaths(all, &[3, 5, 6]), [Planned, Fault, Planned, Planned]);
     }
 }

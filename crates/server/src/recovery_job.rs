@@ -197,7 +197,7 @@ impl ControllerJob {
         let seen = as_seen(&requested, &disks);
         let config = wait.until_open(|| {
             let opened = seen.controller.open_by(&location(&requested), |nth, spec| {
-                if mode == RecoveryMode::Socket || is_final.get() {
+                if mode == RecoveryMode::Socket {
                     return wait.open(spec);
                 }
                 let missing = || anyhow!("the state lacks the disk of a namespace");
@@ -206,7 +206,7 @@ impl ControllerJob {
                     Err(error) if disk_recovery::is_final(&error) && !wait.is_over() => {
                         is_final.set(true);
                         drop_client(exit::line(&error.into_error()));
-                        wait.open(spec)
+                        wait.reopen(spec, &self.items, key)
                     }
                     outcome => outcome,
                 }
@@ -356,7 +356,10 @@ impl DiskJob {
                 Err(error) if is_lost || disk_recovery::is_final(&error) && !wait.is_over() => {
                     let why = exit::line(&error.into_error());
                     warn!("disk {id} cannot be recovered, and is opened anew: {why}");
-                    wait.open(&spec)
+                    match is_lost {
+                        true => wait.open(&spec),
+                        false => wait.reopen(&spec, &items, &key),
+                    }
                 }
                 outcome => outcome,
             };
@@ -452,6 +455,12 @@ impl<'a> DiskWait<'a> {
     /// Opens a disk without recovering it.
     fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
         self.attempt.open(|| disk_open::open_recoverable(spec))
+    }
+
+    /// Opens a disk that cannot be recovered.
+    fn reopen(&self, spec: &str, items: &Items, key: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+        let (state, _): (Value, _) = decode(items, key).map_err(DiskSpecError::Other)?;
+        self.attempt.open(|| disk_recovery::reopen(spec, &state))
     }
 
     /// Recovers a disk. If the disk has no lock that proves the end of the dead process's I/O,

@@ -61,6 +61,9 @@ pub(crate) struct DiskKind {
     /// Function that returns true if a value is the checkpoint of a disk of this kind.
     is_state: fn(&Value) -> bool,
     pub(crate) recover: fn(&str, Recovery<'_, '_>) -> Opened,
+    /// Function that opens the disk with a checkpoint that cannot be recovered. `None` for a disk
+    /// that is opened by its specification alone.
+    pub(crate) reopen: Option<fn(&str, &Value) -> Opened>,
     /// Reason why a sandboxed process cannot open the disk.
     sandbox_conflict: fn(&str) -> Option<&'static str>,
     /// True if only the specification, and never the storage, makes a disk of this kind read-only.
@@ -82,6 +85,7 @@ static FILE: DiskKind = DiskKind {
     open: open_file,
     is_state: |_| false,
     recover: |spec, from| Ok(recover(spec, from.state, from.fds, from.wait)?),
+    reopen: None,
     sandbox_conflict: |_| None,
     states_read_only: false,
     may_block: false,
@@ -148,6 +152,10 @@ pub(crate) static KINDS: [&DiskKind; 7] = [
             let disk = NbdDisk::recover(&spec, state, has_quiesced, wait);
             Ok(Arc::new(disk.map_err(nbd_error)?))
         },
+        reopen: Some(|spec, state| {
+            let spec = NbdSpec::parse(spec).map_err(nbd_error)?;
+            Ok(Arc::new(NbdDisk::reopen(&spec, state).map_err(nbd_error)?))
+        }),
         sandbox_conflict: |_| Some("connects to a server by itself"),
         states_read_only: false,
         may_block: false,
@@ -173,6 +181,7 @@ pub(crate) static KINDS: [&DiskKind; 7] = [
             let spec = RbdSpec::parse(spec).map_err(rbd_error)?;
             Ok(Arc::new(RbdDisk::recover(&spec, state, wait).map_err(rbd_error)?))
         },
+        reopen: None,
         sandbox_conflict: |_| Some("loads Ceph's library, which needs other system calls"),
         states_read_only: true,
         may_block: false,
@@ -189,6 +198,7 @@ pub(crate) static KINDS: [&DiskKind; 7] = [
         open: |spec, _| nvme_disk::open(spec),
         is_state: NvmeDisk::is_checkpoint,
         recover: |spec, Recovery { state, wait, .. }| nvme_disk::recover(spec, state, wait),
+        reopen: None,
         sandbox_conflict: |_| Some("accesses another controller by itself"),
         states_read_only: false,
         may_block: true,

@@ -30,6 +30,20 @@ pub fn recover(
     disk_open::wrap_disk(&spec, (&layers, true), disk)
 }
 
+/// Opens the disk of a dead process that cannot be [recovered](recover), without its fence. `state`
+/// is its checkpoint. If the disk has lost writes, flushes fail as before, because clients of an
+/// export may continue.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub fn reopen(spec: &str, state: &Value) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let (below, layers) = disk_spec::split(spec)?;
+    match DiskKind::of_state(state).reopen {
+        None => disk_open::open_recoverable(spec),
+        Some(reopen) => disk_open::wrap_disk(&below, (&layers, true), reopen(&below, state)?),
+    }
+}
+
 /// True for the checkpoint of an image that has no exclusive lock as its fence. The image can be
 /// recovered only after all I/O of the dead process has ended, including I/O of other disks.
 #[must_use]

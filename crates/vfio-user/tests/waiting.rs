@@ -5,12 +5,14 @@ mod common;
 
 use shadowbell_testing::wait;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::*;
-use shadowbell_vfio_user::Errno;
-use shadowbell_vfio_user::server::Limits;
+use shadowbell_state::Descriptors;
+use shadowbell_vfio_user::server::{Limits, PortRecorder, SavedPort};
 use shadowbell_vfio_user::wire::{self, command, header_flags};
+use shadowbell_vfio_user::{Errno, Listener, Reactor};
 use zerocopy::IntoBytes;
 
 fn unmap() -> wire::DmaUnmap {

@@ -208,6 +208,24 @@ fn an_nbd_disk_survives_kills_of_the_server_process() {
     survive(&mut server, 10);
 }
 
+/// An NBD disk that allows writes and has no `settle` cannot be recovered, so the client is
+/// disconnected. The other disks of its controller are recovered: memory keeps its content.
+#[test]
+fn other_disks_of_a_disconnected_client_are_recovered() {
+    let below = Export::start("mem:4MiB");
+    let options = ["--supervisor", "--sandbox", "off"];
+    let server = Server::start(&[&below.uri(""), "mem:4MiB"], &options);
+    let mut client = Client::attach(&server.socket());
+    client.write(1, 0, 6);
+    client.write(2, 0, 7);
+    crate::supervisor::signal(worker(&server), Signal::KILL);
+    server.wait_for_log("its client cannot be recovered, and is disconnected");
+    drop(client);
+    until("another one's socket", || UnixStream::connect(server.socket()).is_ok());
+    let mut client = Client::attach(&server.socket());
+    assert_eq!((client.read(1, 0), client.read(2, 0)), (6, 7));
+}
+
 /// A read-only export receives no writes, so recovery need not wait for late writes, and the disk
 /// needs no `settle` time.
 #[test]
