@@ -9,7 +9,7 @@ use shadowbell_control_api::discovery;
 use shadowbell_control_api::explain::Explanation;
 use shadowbell_process::exit::bad_input;
 use shadowbell_process::output::show;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 
 /// Columns of the sentences on a terminal.
 const WIDTH: usize = 79;

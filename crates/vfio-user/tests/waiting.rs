@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::*;
 use shadowbell_state::Descriptors;
-use shadowbell_vfio_user::server::{Limits, PortRecorder, SavedPort};
+use shadowbell_vfio_user::server::{Limits, PortRecorder, RestoredPort, SavedPort};
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use shadowbell_vfio_user::{Errno, Listener, Reactor};
 use zerocopy::IntoBytes;
@@ -142,7 +142,7 @@ fn the_first_message_of_a_restored_client_is_a_replay() {
         raw.write(0, &[7]).ok();
         let old = server.freeze();
         assert!(last.1.lock().unwrap().is_empty());
-        let (saved, mut fds) = last.0.0.lock().unwrap().take().unwrap();
+        let (saved, mut fds) = last.0.copy();
         shared.hold.store(true, Ordering::SeqCst);
         let reset = raw.message(command::DEVICE_RESET, 0, &[]);
         if has_message {
@@ -151,7 +151,9 @@ fn the_first_message_of_a_restored_client_is_a_replay() {
         let mut next = Server::start(Limits::default());
         drop(next.freeze());
         let mut reactor = Reactor::new(next.limits).unwrap();
-        let port = reactor.restore(saved, &mut fds, TestDevice::of(&shared)).unwrap();
+        let device = TestDevice::of(&shared);
+        let restored = RestoredPort::new(saved, &mut fds, device, &next.limits).unwrap();
+        let port = reactor.serve_restored(restored).unwrap();
         reactor.record_with(port, Box::new(last.clone()));
         old.release_to_successor();
         next.run(reactor);

@@ -335,7 +335,7 @@ impl Last {
     }
 
     /// Copy of the checkpoint, as the next process receives it.
-    fn copy(&self) -> (SavedPort, Descriptors) {
+    pub(crate) fn copy(&self) -> (SavedPort, Descriptors) {
         let saved = serde_json::from_str(&self.text()).unwrap();
         let last = self.0.lock().unwrap();
         let fds = last.as_ref().unwrap().1.iter().map(|fd| fd.try_clone().unwrap());
