@@ -12,9 +12,7 @@ use crate::migration_state::MigrationState;
 use crate::notice::{ControlPlane, Inbox, Notice, Notices};
 use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
-use crate::saved::{
-    CauseOfDeath, Recorded, Recorder, SavedController, SavedCounters, SavedJournal, SavedPart,
-};
+use crate::saved::{CauseOfDeath, Recorded, Recorder, SavedController, SavedJournal, SavedPart};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
 use shadowbell_memory::EventFd;
@@ -241,8 +239,8 @@ impl ControllerInner {
         self.note_change();
     }
 
-    /// Snapshot of the quiesced controller for another machine.
-    fn save(&self) -> Result<SavedController, SaveError> {
+    /// Snapshot of the quiesced controller.
+    pub(crate) fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
         let cx = &self.context;
         let admin = self.admin.lock();
         let (control, used, unserved) = {
@@ -250,6 +248,8 @@ impl ControllerInner {
             let (control, used) = plane.save(cx)?;
             (control, used, plane.save_unserved(used))
         };
+        let mut counters = cx.shared.counters();
+        counters.io = cx.shared.io();
         let mut parts = Vec::new();
         for stopover in cx.route.stopovers() {
             let worker = stopover.worker();
@@ -260,22 +260,40 @@ impl ControllerInner {
                 if queues.replays() != 0 {
                     return Err(SaveError::Held(queues.replays()));
                 }
-                Ok(queues.save(worker))
+                queues.count(&mut counters.sq, &mut counters.cq);
+                Ok(queues.save(worker, fds)?)
             });
             parts.extend(saved.transpose()?);
         }
         Ok(SavedController {
             shape: cx.shape(),
+            doorbells: fds.add(cx.shared.doorbell_file()?),
             control,
             admin: unserved.or_else(|| admin.server.save(used)),
             parts,
+            isolated: cx.route.is_diverted(),
             pending_vectors: cx.shared.irqs.pending(),
-            // Descriptors and state that concerns only this process are not migrated.
-            doorbells: FdRef::at(0),
-            isolated: false,
-            counters: SavedCounters::default(),
+            counters,
             journal: None,
         })
+    }
+
+    /// Restores this controller from a snapshot of its predecessor. Host memory must be mapped
+    /// already, and interrupts connected.
+    pub(crate) fn restore(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
+        let cx = &self.context;
+        let eventfds = take_eventfds(&saved.parts, fds)?;
+        cx.shared.restore_counters(&saved.counters);
+        self.control.lock().restore(cx, saved, eventfds)?;
+        self.note_change();
+        self.record();
+        self.schedule();
+        self.announce(saved);
+        Ok(())
     }
 
     /// Snapshot of the quiesced controller for migration to another machine.
@@ -283,7 +301,10 @@ impl ControllerInner {
         if self.context.config.pool.is_some() {
             return Err(SaveError::Pool);
         }
-        let saved = self.save()?;
+        // Descriptors are not part of a migrated state. They are closed at the end of this
+        // function.
+        let mut fds = Descriptors::default();
+        let saved = self.save(&mut fds)?;
         let doorbells = self.context.shared.doorbells();
         let mut registers = vec![0; doorbells.len()];
         let read = doorbells.read_into(0, &mut registers);

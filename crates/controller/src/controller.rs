@@ -98,7 +98,7 @@ impl Controller {
     /// same.
     ///
     /// The new controller uses the doorbell page of the old one. It is disabled until
-    /// [`recover`](Self::recover). Before that call, host memory must be mapped and interrupts
+    /// [`restore`](Self::restore). Before that call, host memory must be mapped and interrupts
     /// connected as they were for the old one.
     ///
     /// # Errors
@@ -656,9 +656,50 @@ impl Controller {
         self.0.schedule();
     }
 
+    /// Snapshot of the quiesced controller for another process. The controller is not changed. The
+    /// front end has to transfer host memory and interrupts, which are not included.
+    ///
+    /// # Errors
+    /// [`SaveError`].
+    pub fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
+        self.0.save(fds)
+    }
+
+    /// Restores a snapshot and runs the controller. The call must be the last step of the front
+    /// end, because commands are fetched immediately. This controller must be a
+    /// [`successor`](Self::successor), and the saved one must not be [resumed](Self::resume).
+    ///
+    /// Each interrupt vector in use is raised once, because the saved controller may have held back
+    /// an interrupt.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is then unusable, and has not accessed host memory.
+    pub fn restore(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
+        self.restore_quiesced(saved, fds)?;
+        self.resume();
+        Ok(())
+    }
+
+    /// Restores a snapshot like [`restore`](Self::restore), but leaves the controller quiesced:
+    /// no command is fetched before [`resume`](Self::resume).
+    ///
+    /// # Errors
+    /// As for `restore`.
+    pub fn restore_quiesced(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
+        self.0.restore(saved, fds)
+    }
+
     /// Snapshot of the [quiesced](Self::freeze) controller for a controller on another machine,
-    /// with the same configuration and the same disks. Host memory and interrupts are not included,
-    /// and the controller is not changed.
+    /// with the same configuration and the same disks. As for [`save`](Self::save), host memory and
+    /// interrupts are not included, and the controller is not changed.
     ///
     /// # Errors
     /// [`SaveError`].
@@ -688,7 +729,7 @@ impl Controller {
     }
 
     /// Starts checkpointing the controller to `recorder`, for crash recovery. It must be called
-    /// before the controller is enabled or [recovered](Self::recover).
+    /// before the controller is enabled, [restored](Self::restore) or [recovered](Self::recover).
     /// State that changes with every command is not in checkpoints, but in a memory file (the
     /// journal), whose descriptor each checkpoint contains.
     ///

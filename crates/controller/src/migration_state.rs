@@ -8,9 +8,11 @@ use crate::config::MAX_NAMESPACES;
 use crate::context::Context;
 use crate::restore_error::RestoreError;
 use crate::saved::{
-    SavedAdminQueue, SavedControl, SavedController, SavedCq, SavedDoorbell, SavedSq, SavedTruth,
+    SavedAdminQueue, SavedControl, SavedController, SavedCounters, SavedCq, SavedDoorbell, SavedSq,
+    SavedTruth,
 };
 use crate::shared::{DOORBELL_BYTES, MAX_QUEUES};
+use crate::stats::{CqStats, IoStats, SqStats};
 use crate::uncorrectable::MAX_BLOCKS;
 use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::RingSize;
@@ -31,6 +33,17 @@ pub struct MigrationState {
 
 impl MigrationState {
     pub(crate) fn new(mut controller: SavedController, doorbells: Vec<u8>) -> Self {
+        // Descriptors and state that concerns only this process are not migrated.
+        controller.parts.iter_mut().for_each(|part| part.doorbell_eventfds.clear());
+        controller.journal = None;
+        controller.isolated = false;
+        controller.counters = SavedCounters {
+            io: IoStats::default(),
+            sq: SqStats::default(),
+            cq: CqStats::default(),
+            eventfd_doorbells: 0,
+            recoveries: 0,
+        };
         Features::detach_clock(&mut controller.control.features);
         Self { controller, doorbells: Bytes(doorbells) }
     }

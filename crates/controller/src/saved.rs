@@ -394,7 +394,7 @@ pub(crate) struct SavedPart {
 }
 
 /// Counters of deleted queues and ended commands.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedCounters {
     pub(crate) io: IoStats,
     pub(crate) sq: SqStats,

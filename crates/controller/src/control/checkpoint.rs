@@ -17,7 +17,7 @@ use crate::notice::Notice;
 use crate::queue::admin::AdminQueue;
 use crate::restore_error::{RestoreError, SaveError};
 use crate::route::RelocateError;
-use crate::saved::{Recorded, SavedAdminQueue, SavedControl, SavedPart};
+use crate::saved::{Recorded, SavedAdminQueue, SavedControl, SavedController, SavedPart};
 use crate::uncorrectable::Uncorrectable;
 use crate::worker::mailbox::Message;
 use crate::worker::queue_move::{Departure, Opening, Restoring};
@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 /// quiesce waits for their end.
 const ORPHANS: Duration = Duration::from_millis(5);
 
-/// Migration of a quiesced controller.
+/// Save and restore of a quiesced controller.
 impl Control {
     /// Snapshot of a quiesced controller's control plane, and true if an admin command was fetched
     /// since the controller was enabled.
@@ -84,6 +84,31 @@ impl Control {
         }
     }
 
+    /// Restores a snapshot of a quiesced controller. Host memory must be mapped already. `eventfds`
+    /// are the doorbell eventfds of each I/O thread in the snapshot.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is then unusable.
+    pub(crate) fn restore(
+        &mut self,
+        cx: &Context,
+        saved: &SavedController,
+        eventfds: Vec<Vec<EventFd>>,
+    ) -> Result<(), RestoreError> {
+        let SavedController { control, admin, parts, .. } = saved;
+        self.adopt(cx, control)?;
+        if control.enabled {
+            let admin = admin.as_ref().ok_or(RestoreError::Invalid("there is no admin queue"))?;
+            self.restore_admin(cx, admin)?;
+        }
+        if saved.isolated && !cx.route.is_diverted() {
+            self.isolate(cx)?;
+        }
+        let restoring = restoring(cx, &self.registers, &self.memory, control.generation);
+        self.quiesce.step = Step::Quiesced;
+        self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
+    }
+
     /// Loads the state of a controller from another machine. The controller must be disabled, and
     /// is quiesced afterwards. The caller has [checked](crate::migration_state::check) the state.
     ///
@@ -112,11 +137,16 @@ impl Control {
             part.worker = cx.pool.least_loaded();
         }
         let restoring = restoring(cx, &self.registers, &self.memory, generation);
-        self.queues.restore(cx, control.granted, parts, &restoring)
+        let eventfds = parts.iter().map(|_| Vec::new()).collect();
+        self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 
     /// Restores everything except the queues, into a new controller.
-    fn adopt(&mut self, cx: &Context, control: &SavedControl) -> Result<(), RestoreError> {
+    pub(super) fn adopt(
+        &mut self,
+        cx: &Context,
+        control: &SavedControl,
+    ) -> Result<(), RestoreError> {
         if self.lifecycle.generation != 0 || self.lifecycle.phase != Phase::Disabled {
             return Err(RestoreError::Invalid("the controller is in use already"));
         }

@@ -556,7 +556,7 @@ impl IoQueues {
         Ok(parts)
     }
 
-    /// Restores queues of a quiesced controller that was migrated.
+    /// Restores queues of a quiesced controller.
     ///
     /// # Errors
     /// [`RestoreError`] if a queue is invalid.
@@ -565,14 +565,15 @@ impl IoQueues {
         cx: &Context,
         granted: (u16, u16),
         parts: &[SavedPart],
+        eventfds: Vec<Vec<EventFd>>,
         restoring: &Restoring<'_>,
     ) -> Result<(), RestoreError> {
         self.granted = granted;
         let mut stopovers = Vec::with_capacity(parts.len());
-        for part in parts {
-            let worker = self.adopt(cx, part, &[])?;
+        for (part, eventfds) in parts.iter().zip(eventfds) {
+            let worker = self.adopt(cx, part, &eventfds)?;
             let serving = cx.route.resolve(worker);
-            let queues = Relocated::restore(part, restoring, serving)?;
+            let queues = Relocated::restore(part, eventfds, restoring, serving)?;
             let queues = queues.ok_or(RestoreError::Invalid("an I/O queue"))?;
             stopovers.push(stopover(cx, serving, queues)?);
         }

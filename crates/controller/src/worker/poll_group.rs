@@ -197,14 +197,6 @@ impl PollGroup {
         active.find(|t| t.id() == id && !t.is_detaching())
     }
 
-    /// Activates a controller and returns all of its queues, including those that are being
-    /// detached, because they may have commands in flight.
-    pub(super) fn activate_all(&mut self, id: u32) -> impl Iterator<Item = &mut ControllerQueues> {
-        self.activate(id);
-        let active = self.active.iter_mut().map(|entry| &mut entry.queues);
-        active.filter(move |queues| queues.id() == id)
-    }
-
     /// Queues of a controller that are being detached.
     pub(super) fn detaching(&mut self, id: u32) -> impl Iterator<Item = &mut ControllerQueues> {
         let all = self.active.iter_mut().chain(&mut self.dormant).map(|entry| &mut entry.queues);

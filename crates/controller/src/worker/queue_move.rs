@@ -10,11 +10,14 @@ use crate::notice::{ControlHandle, Latch};
 use crate::queue::{Cq, QueueLayout, Sq};
 use crate::saved::SavedPart;
 use crate::shared::ControllerShared;
-use crate::stats::PartCounters;
+use crate::stats::{CqStats, PartCounters, SqStats};
 use parking_lot::Mutex;
 use shadowbell_memory::{DmaTable, EventFd, View};
+use shadowbell_spec::regs::DoorbellKind;
+use shadowbell_state::Descriptors;
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 /// Parameters for opening a controller's namespaces on an I/O thread.
@@ -117,16 +120,33 @@ impl Relocated {
         &self.control
     }
 
-    /// Serializes the queues for migration, without their doorbell eventfds. `worker` is the I/O
-    /// thread that has served them.
-    pub(crate) fn save(&self, worker: usize) -> SavedPart {
+    /// Serializes the queues. `worker` is the I/O thread that has served them.
+    ///
+    /// # Errors
+    /// An OS error: no more descriptors.
+    pub(crate) fn save(&self, worker: usize, fds: &mut Descriptors) -> io::Result<SavedPart> {
+        let mut doorbell_eventfds = Vec::with_capacity(self.doorbell_eventfds.len());
+        for event in &self.doorbell_eventfds {
+            doorbell_eventfds.push(fds.add(event.as_fd().try_clone_to_owned()?));
+        }
         let cqid = |sq: &Sq| self.cqs.get(sq.cq)?.as_ref().map(|cq| cq.layout.qid);
         let save = |sq: &Sq| cqid(sq).map(|cqid| sq.save(cqid));
-        SavedPart {
+        Ok(SavedPart {
             worker,
             sqs: self.sqs.iter().flatten().filter_map(save).collect(),
             cqs: self.cqs.iter().flatten().map(Cq::save).collect(),
-            doorbell_eventfds: Vec::new(),
+            doorbell_eventfds,
+        })
+    }
+
+    /// Adds the counters of the queues to the statistics.
+    pub(crate) fn count(&self, sq: &mut SqStats, cq: &mut CqStats) {
+        let traps = |qid, kind| self.shared.traps(qid, kind);
+        for queue in self.sqs.iter().flatten() {
+            sq.merge(&queue.counters.read(traps(queue.layout.qid, DoorbellKind::Sq)));
+        }
+        for queue in self.cqs.iter().flatten() {
+            cq.merge(&queue.counters.read(traps(queue.layout.qid, DoorbellKind::Cq)));
         }
     }
 
@@ -135,14 +155,17 @@ impl Relocated {
         self.overriding.is_some()
     }
 
-    /// Restores migrated queues for `worker`; `None` if the saved state is invalid. The queues have
-    /// no latch for their arrival, because its release could be mistaken for that of a later move.
+    /// Restores saved queues for `worker`; `None` if the saved state is invalid. The queues have no
+    /// latch for their arrival, because its release could be mistaken for that of a later move.
     pub(crate) fn restore(
         saved: &SavedPart,
+        doorbell_eventfds: Vec<EventFd>,
         with: &Restoring<'_>,
         worker: usize,
     ) -> io::Result<Option<Self>> {
-        let Some(queues) = Self::restore_queues(saved, with) else { return Ok(None) };
+        let Some(queues) = Self::restore_queues(saved, doorbell_eventfds, with) else {
+            return Ok(None);
+        };
         // The queue positions are written to the journal here and not by the I/O thread, because
         // this process may crash before the thread has received the queues.
         if let Some(part) = with.shared.journal_part(worker, with.opening.generation)? {
@@ -152,7 +175,11 @@ impl Relocated {
         Ok(Some(queues))
     }
 
-    fn restore_queues(saved: &SavedPart, with: &Restoring<'_>) -> Option<Self> {
+    fn restore_queues(
+        saved: &SavedPart,
+        doorbell_eventfds: Vec<EventFd>,
+        with: &Restoring<'_>,
+    ) -> Option<Self> {
         let Restoring { shared, table, shadow, limit, .. } = *with;
         let mut cqs = Vec::with_capacity(saved.cqs.len());
         for saved in &saved.cqs {
@@ -168,7 +195,7 @@ impl Relocated {
             sq.remap(table, shadow);
             sqs.push(Some(sq));
         }
-        Some(Self::without_commands(with, saved.worker, sqs, cqs, Vec::new()))
+        Some(Self::without_commands(with, saved.worker, sqs, cqs, doorbell_eventfds))
     }
 
     /// Creates queues without commands in flight, which `worker` will serve.

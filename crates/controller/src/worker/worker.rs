@@ -248,13 +248,6 @@ impl Worker {
         self.poll_group.activate(controller)
     }
 
-    /// Calls `act` with the queues of a controller, if this thread has any.
-    fn with(&mut self, controller: u32, act: impl FnOnce(&mut ControllerQueues)) {
-        if let Some(queues) = self.queues(controller) {
-            act(queues);
-        }
-    }
-
     fn handle(&mut self, message: Message) {
         match message {
             Message::CreateCq { context, layout, vector, latch } => {
@@ -274,10 +267,14 @@ impl Worker {
                 }
             }
             Message::DeleteSq { controller, qid, latch } => {
-                self.with(controller, |queues| queues.delete_sq(qid, latch));
+                if let Some(queues) = self.queues(controller) {
+                    queues.delete_sq(qid, latch);
+                }
             }
             Message::DeleteCq { controller, qid, latch } => {
-                self.with(controller, |queues| queues.delete_cq(qid));
+                if let Some(queues) = self.queues(controller) {
+                    queues.delete_cq(qid);
+                }
                 drop(latch);
             }
             Message::Shadow { controller, pages, latch } => {
@@ -287,22 +284,37 @@ impl Worker {
                 drop(latch);
             }
             Message::Table { controller, table, latches } => {
-                for queues in self.poll_group.activate_all(controller) {
+                self.poll_group.activate(controller);
+                // All queues of the controller use the map, including those that are being
+                // detached.
+                let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
                     queues.change_table(Arc::clone(&table), latches.clone());
                 }
             }
             Message::ChangeNamespace { controller, nsid, namespaces, latch } => {
-                for queues in self.poll_group.activate_all(controller) {
-                    queues.change_namespace(nsid, &namespaces, latch.clone(), &self.epoll);
+                self.poll_group.activate(controller);
+                // All queues of the controller use the disk, including those that are being
+                // detached.
+                let Self { poll_group, epoll, .. } = self;
+                let active = poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
+                    queues.change_namespace(nsid, &namespaces, latch.clone(), epoll);
                 }
             }
             Message::ReviewAccess { controller, uuid, aborts, latch } => {
-                for queues in self.poll_group.activate_all(controller) {
+                self.poll_group.activate(controller);
+                // Queues that are being detached are included, because they may have commands in
+                // flight.
+                let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
                     queues.review_access(&uuid, aborts, &latch);
                 }
             }
             Message::ReservationEnded { controller, ticket, status } => {
-                for queues in self.poll_group.activate_all(controller) {
+                self.poll_group.activate(controller);
+                let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
                     queues.reservation_ended(ticket, status);
                 }
             }
@@ -335,7 +347,9 @@ impl Worker {
                 None => latch.set_status(Status::INTERNAL),
             },
             Message::Abort { controller, sqid, cid, latch } => {
-                self.with(controller, |queues| queues.abort(sqid, cid, latch));
+                if let Some(queues) = self.queues(controller) {
+                    queues.abort(sqid, cid, latch);
+                }
             }
             Message::Detach { controller, latch } => {
                 self.sources.remove(controller);
@@ -343,33 +357,53 @@ impl Worker {
                 for queues in self.poll_group.detaching(controller) {
                     queues.detach_again(latch.clone());
                 }
-                self.with(controller, |queues| queues.detach(latch));
+                if let Some(queues) = self.queues(controller) {
+                    queues.detach(latch);
+                }
             }
             Message::LogPending { controller } => self.poll_group.log_pending(controller),
             Message::MoveAway { controller, departure } => {
                 // The destination thread will receive the host's doorbell writes.
                 self.sources.remove(controller);
-                self.with(controller, |queues| queues.start_move(departure));
+                if let Some(queues) = self.queues(controller) {
+                    queues.start_move(departure);
+                }
             }
             Message::CancelMove { controller } => {
-                self.with(controller, |queues| queues.cancel_move())
+                if let Some(queues) = self.queues(controller) {
+                    queues.cancel_move();
+                }
             }
             Message::Pause { controller, latch } => {
-                self.with(controller, |queues| queues.pause(latch));
+                if let Some(queues) = self.queues(controller) {
+                    queues.pause(latch);
+                }
             }
             Message::RunExclusive { controller, latch } => {
-                self.with(controller, |queues| queues.grant_exclusive(latch));
+                if let Some(queues) = self.queues(controller) {
+                    queues.grant_exclusive(latch);
+                }
             }
             Message::JournalDecisions { controller, latch } => {
-                self.with(controller, |queues| queues.journal_decisions(latch));
+                if let Some(queues) = self.queues(controller) {
+                    queues.journal_decisions(latch);
+                }
             }
             Message::EndExclusive { controller } => {
-                self.with(controller, |queues| queues.end_exclusive())
+                if let Some(queues) = self.queues(controller) {
+                    queues.end_exclusive();
+                }
             }
-            Message::Hurry { controller } => self.with(controller, |queues| queues.hurry()),
+            Message::Hurry { controller } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.hurry();
+                }
+            }
             Message::MoveIn(relocated) => self.attach_moved(*relocated),
             Message::Override { controller, overriding } => {
-                self.with(controller, |queues| queues.set_override(overriding));
+                if let Some(queues) = self.queues(controller) {
+                    queues.set_override(overriding);
+                }
             }
             Message::Trace(ring) => {
                 observer::trace(&mut self.trace, ring);

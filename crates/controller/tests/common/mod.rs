@@ -6,18 +6,14 @@
 pub mod wire;
 
 use shadowbell_controller::{
-    Carrier, CauseOfDeath, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
-    Recorder, SavedController, Turns,
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Turns,
 };
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::DoorbellBufferConfig;
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Cqe, Sqe, Status};
-use shadowbell_state::Descriptors;
-use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// Runs `what` on another thread while this thread acts as the I/O thread.
@@ -73,31 +69,8 @@ pub struct Queue {
     pub irq: Option<EventFd>,
 }
 
-/// Recorder that stores the last checkpoint of a controller.
-#[derive(Default)]
-pub struct LastCheckpoint(Mutex<(serde_json::Value, Vec<OwnedFd>)>);
-
-impl Recorder for LastCheckpoint {
-    fn record(&self, state: &SavedController, fds: Descriptors) {
-        *self.0.lock().unwrap() = (serde_json::to_value(state).unwrap(), fds.into_fds());
-    }
-}
-
-impl LastCheckpoint {
-    pub fn state(&self) -> serde_json::Value {
-        self.0.lock().unwrap().0.clone()
-    }
-
-    pub fn fds(&self) -> Descriptors {
-        let fds = &self.0.lock().unwrap().1;
-        fds.iter().map(|fd| fd.try_clone().unwrap()).collect::<Vec<_>>().into()
-    }
-}
-
 pub struct Host {
     pub controller: Controller,
-    /// Last checkpoint of a [recorded](Self::attach_recorded) controller.
-    pub checkpoint: Arc<LastCheckpoint>,
     pub memory: SharedBytes,
     next: u64,
     pub admin: Queue,
@@ -127,38 +100,6 @@ impl Host {
         host
     }
 
-    /// Creates a host of a controller that stores checkpoints. The controller is not enabled yet.
-    pub fn attach_recorded(controller: Controller) -> Self {
-        let checkpoint = Arc::<LastCheckpoint>::default();
-        controller.record_with(Arc::<LastCheckpoint>::clone(&checkpoint)).unwrap();
-        Self { checkpoint, ..Self::attach(controller) }
-    }
-
-    /// Quiesces the controller, and returns its checkpoint as the next process receives it.
-    pub fn quiesced(&self) -> (SavedController, Descriptors) {
-        let (done, quiesced) = channel();
-        self.controller.freeze(move || done.send(()).unwrap());
-        quiesced.recv_timeout(LIMIT).expect("the controller is quiesced");
-        let saved = serde_json::from_value(self.checkpoint.state()).unwrap();
-        (saved, self.checkpoint.fds())
-    }
-
-    /// Replaces the quiesced controller by `successor`, which continues from its checkpoint.
-    pub fn continue_with(
-        &mut self,
-        successor: Controller,
-        saved: &SavedController,
-        fds: &mut Descriptors,
-    ) {
-        self.checkpoint = Arc::default();
-        successor.record_with(Arc::<LastCheckpoint>::clone(&self.checkpoint)).unwrap();
-        // The predecessor is dropped before the successor starts.
-        drop(std::mem::replace(&mut self.controller, successor));
-        assert_eq!(self.controller.recover(saved, fds, CauseOfDeath::Planned).unwrap(), 0);
-        self.controller.resume();
-        self.controller.announce_recovery(saved);
-    }
-
     /// Creates a host and maps its memory. The controller is not enabled yet.
     pub fn attach(controller: Controller) -> Self {
         let memory = Mapping::shared("host", MEMORY).unwrap().bytes();
@@ -178,18 +119,7 @@ impl Host {
         let (next, shadow, rings, cid) = (BASE + 8192, None, 0, 0);
         let doorbell_eventfds = shadowbell_controller::DoorbellEventfds::default();
         let mapped = controller.has_mapped_doorbells();
-        Self {
-            controller,
-            checkpoint: Arc::default(),
-            memory,
-            next,
-            admin,
-            shadow,
-            rings,
-            doorbell_eventfds,
-            mapped,
-            cid,
-        }
+        Self { controller, memory, next, admin, shadow, rings, doorbell_eventfds, mapped, cid }
     }
 
     pub fn read32(&self, offset: u64) -> u32 {

@@ -43,7 +43,7 @@ pub fn hosts<const N: usize>(disk: Arc<dyn Disk>, state: Option<File>) -> [Shari
     std::array::from_fn(|n| {
         let config = config(&disk, &subsystem);
         let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
-        let mut host = Host::attach_recorded(controller);
+        let mut host = Host::attach(controller);
         host.enable();
         let mut one = SharingHost::new(host);
         one.identify_as(n as u64 + 1).unwrap();

@@ -12,6 +12,7 @@ use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
 use shadowbell_spec::lba_status::atype;
 use shadowbell_spec::log::{AnaLog, AnaState, SupportedLogPages, lid};
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_state::Descriptors;
 use shadowbell_testing::wait::{self, LIMIT};
 use shared::{ADAPTIVE, SharingHost, hosts, mem, pool};
 use std::sync::Arc;
@@ -293,7 +294,12 @@ fn a_successor_keeps_the_ana_count_and_reports_changes() {
     let mut admin = std::mem::replace(&mut one.host.admin, Queue::none());
     one.host.submit(&mut admin, &Sqe::async_event_request(77));
     one.host.admin = admin;
-    let (saved, mut fds) = one.host.quiesced();
+    let controller = one.host.controller.clone();
+    let (rested, rests) = channel();
+    controller.freeze(move || rested.send(()).unwrap());
+    rests.recv_timeout(LIMIT).unwrap();
+    let saved_fds = &mut Descriptors::default();
+    let saved = controller.save(saved_fds).unwrap();
     // Simulates a change of the ANA state while no process serves the controller: the configuration
     // of the new process has another state than the checkpoint.
     let subsystem = Subsystem::new(None).unwrap();
@@ -302,9 +308,10 @@ fn a_successor_keeps_the_ana_count_and_reports_changes() {
     let member = config.member.take().unwrap();
     config.member = Some(member.with_ana([], [(1, AnaState::Inaccessible)]));
     let successor =
-        Controller::successor(config, pool(), Carrier::default(), &saved, &mut fds).unwrap();
+        Controller::successor(config, pool(), Carrier::default(), &saved, saved_fds).unwrap();
     successor.map_dma(common::BASE, common::MEMORY, &one.host.memory).unwrap();
-    one.host.continue_with(successor, &saved, &mut fds);
+    successor.restore(&saved, saved_fds).unwrap();
+    one.host.controller = successor;
     let mut admin = std::mem::replace(&mut one.host.admin, Queue::none());
     let (cid, _, dw0) = one.host.wait(&mut admin);
     one.host.admin = admin;

@@ -14,6 +14,8 @@ use shadowbell_spec::log::persistent_event::{
 };
 use shadowbell_spec::reservation::ReservationNotification;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_state::Descriptors;
+use shadowbell_testing::wait;
 use shared::{ADAPTIVE, SharingHost, config, hosts, mem, pool};
 use std::fs::File;
 use std::sync::Arc;
@@ -273,14 +275,19 @@ fn persistent_reservations_survive_a_restart_and_all_a_handover() {
     // The other controller moves to a new process. There it first has no host identifier, and then
     // its previous one.
     let controller = other.host.controller.clone();
-    let (saved, mut fds) = other.host.quiesced();
+    let (rested, rests) = std::sync::mpsc::channel();
+    controller.freeze(move || rested.send(()).unwrap());
+    rests.recv_timeout(wait::LIMIT).unwrap();
+    let mut fds = Descriptors::default();
+    let saved = controller.save(&mut fds).unwrap();
     let subsystem = Subsystem::new(Some(state())).unwrap();
     let _first = subsystem.join(None).unwrap();
     let config = config(&disk, &subsystem);
     let successor =
         Controller::successor(config, pool(), Carrier::default(), &saved, &mut fds).unwrap();
     successor.map_dma(common::BASE, common::MEMORY, &other.host.memory).unwrap();
-    other.host.continue_with(successor, &saved, &mut fds);
+    successor.restore(&saved, &mut fds).unwrap();
+    other.host.controller = successor;
     other.may(false, false, "in another process");
     let (head, all) = other.report();
     assert_eq!((head.rtype, all.len(), all[1].cntlid), (2, 2, 2));

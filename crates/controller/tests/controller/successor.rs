@@ -7,7 +7,7 @@ use held::Held;
 use proptest::prelude::*;
 use shadowbell_controller::{
     Carrier, CauseOfDeath, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
-    RelocateError, RestoreError, SaveError, SavedController,
+    Recorder, RelocateError, RestoreError, SaveError, SavedController,
 };
 use shadowbell_disk::Disk;
 use shadowbell_memory::EventFd;
@@ -16,8 +16,10 @@ use shadowbell_spec::feature::fid;
 use shadowbell_spec::log::{ErrorLogEntry, lid};
 use shadowbell_spec::regs::{self, Cc};
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_state::{Descriptors, Parcel};
 use shadowbell_testing::wait;
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::net::UnixStream;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -41,15 +43,27 @@ struct Setup {
     mapped: bool,
     /// Eventfds by vector.
     interrupts: BTreeMap<usize, EventFd>,
+    /// Recorder that receives the checkpoints of the successors.
+    recorder: Option<Arc<LastCheckpoint>>,
+}
+
+/// Last recorded checkpoint.
+#[derive(Default)]
+struct LastCheckpoint(Mutex<serde_json::Value>);
+
+impl Recorder for LastCheckpoint {
+    fn record(&self, state: &SavedController, _: Descriptors) {
+        *self.0.lock().unwrap() = serde_json::to_value(state).unwrap();
+    }
 }
 
 impl Setup {
     fn new(config: Config, pool: Pool, mapped: bool) -> Self {
         let carrier = Carrier { mapped_doorbells: mapped, ..Carrier::default() };
         let controller = Controller::new(config.clone(), pool, carrier).unwrap();
-        let mut host = Host::attach_recorded(controller);
+        let mut host = Host::attach(controller);
         host.enable();
-        Self { host, config, mapped, interrupts: BTreeMap::new() }
+        Self { host, config, mapped, interrupts: BTreeMap::new(), recorder: None }
     }
 
     fn create(&mut self, qid: u16, entries: u32, irq: bool) -> Queue {
@@ -60,20 +74,40 @@ impl Setup {
         queue
     }
 
+    fn freeze(&self) {
+        let (done, frozen) = channel();
+        self.host.controller.freeze(move || done.send(()).unwrap());
+        frozen.recv_timeout(common::LIMIT).expect("the controller is quiesced");
+    }
+
     /// Replaces the controller by a successor. Calls `during_replacement` while neither controller
     /// serves the host.
     fn replace(&mut self, pool: Pool, during_replacement: impl FnOnce(&mut Host)) {
-        let (saved, mut fds) = self.host.quiesced();
+        self.freeze();
+        let mut parcel = Parcel::new();
+        let saved = self.host.controller.save(parcel.descriptors()).unwrap();
+        parcel.add("controller", true, &saved).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let sender = std::thread::spawn(move || parcel.send(&ours).unwrap());
+        let mut parcel = Parcel::receive(&theirs).unwrap();
+        sender.join().unwrap();
+        let saved: SavedController = parcel.take("controller").unwrap().unwrap();
         during_replacement(&mut self.host);
         let carrier = Carrier { mapped_doorbells: self.mapped, ..Carrier::default() };
+        let fds = parcel.descriptors();
         let config = self.config.clone();
-        let successor = Controller::successor(config, pool, carrier, &saved, &mut fds).unwrap();
+        let successor = Controller::successor(config, pool, carrier, &saved, fds).unwrap();
         successor.map_dma(BASE, MEMORY, &self.host.memory).unwrap();
         for (vector, event) in &self.interrupts {
             successor.set_interrupt(*vector, Some(event.try_clone().unwrap()));
         }
-        self.host.continue_with(successor, &saved, &mut fds);
-        assert_eq!(fds.iter().count(), 0, "descriptors that the controller has not taken");
+        if let Some(recorder) = &self.recorder {
+            successor.record_with(Arc::<LastCheckpoint>::clone(recorder)).unwrap();
+        }
+        // The predecessor is dropped before the successor starts.
+        drop(std::mem::replace(&mut self.host.controller, successor));
+        self.host.controller.restore(&saved, fds).unwrap();
+        parcel.finish().unwrap();
     }
 }
 
@@ -251,7 +285,7 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
                 if at_once {
                     setup.host.controller.freeze(|| ());
                 } else {
-                    setup.host.quiesced();
+                    setup.freeze();
                 }
                 setup.host.controller.resume();
             }
@@ -315,7 +349,10 @@ fn quiesce_waits_for_requests_in_flight_and_starts_no_others() {
     setup.host.controller.freeze(move || done.send(()).unwrap());
     wait::short_pause();
     assert!(frozen.try_recv().is_err());
-    assert!(matches!(setup.host.controller.save_for_migration(), Err(SaveError::AtWork)));
+    assert!(matches!(
+        setup.host.controller.save(Parcel::new().descriptors()),
+        Err(SaveError::AtWork)
+    ));
     assert!(matches!(setup.host.controller.isolate(), Err(RelocateError::Frozen)));
     held.instruct(|instructions| instructions.hold = false);
     frozen.recv_timeout(common::LIMIT).unwrap();
@@ -490,12 +527,16 @@ fn unmapped_memory_can_be_mapped_in_the_successor() {
     assert!(setup.host.configure_shadow(|_, _| 0).is_success());
     let mut queue = setup.create(1, 16, false);
     let page = setup.host.alloc(4096);
-    let (saved, mut fds) = setup.host.quiesced();
+    setup.freeze();
+    let mut parcel = Parcel::new();
+    let fds = parcel.descriptors();
+    let saved = setup.host.controller.save(fds).unwrap();
     let carrier = Carrier::default();
     let config = setup.config.clone();
     let pool = pool(1, Polling::Never);
-    let successor = Controller::successor(config, pool, carrier, &saved, &mut fds).unwrap();
-    setup.host.continue_with(successor, &saved, &mut fds);
+    let successor = Controller::successor(config, pool, carrier, &saved, fds).unwrap();
+    setup.host.controller = successor;
+    setup.host.controller.restore(&saved, fds).unwrap();
     setup.host.submit(&mut queue, &Sqe::read(1, 1, 0, 3).with_prps(page, 0));
     wait::short_pause();
     assert_eq!(setup.host.reap(&mut queue), None);
@@ -508,7 +549,7 @@ fn unmapped_memory_can_be_mapped_in_the_successor() {
 fn a_successor_with_another_configuration_is_refused() {
     let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
     let mut queue = setup.create(1, 16, false);
-    let (saved, _) = setup.host.quiesced();
+    setup.freeze();
     let others = [
         (Config { serial: "OTHER".into(), ..setup.config.clone() }, "serial number"),
         (Config { io_queues: 2, ..setup.config.clone() }, "number of I/O queues"),
@@ -516,9 +557,10 @@ fn a_successor_with_another_configuration_is_refused() {
         (config(&["mem:2MiB"]), "set of namespaces"),
     ];
     for (other, what) in others {
+        let mut parcel = Parcel::new();
+        let saved = setup.host.controller.save(parcel.descriptors()).unwrap();
         let (pool, carrier) = (pool(1, Polling::Never), Carrier::default());
-        let mut fds = setup.host.checkpoint.fds();
-        let error = Controller::successor(other, pool, carrier, &saved, &mut fds);
+        let error = Controller::successor(other, pool, carrier, &saved, parcel.descriptors());
         let error = error.unwrap_err();
         assert!(matches!(error, RestoreError::Shape(shape) if shape == what), "{error}");
     }
@@ -535,8 +577,10 @@ fn a_corrupt_state_never_panics() {
     let mut queue = setup.create(1, 16, true);
     let page = setup.host.alloc(4096);
     assert!(setup.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
-    setup.host.quiesced();
-    let whole = setup.host.checkpoint.state();
+    setup.freeze();
+    let mut parcel = Parcel::new();
+    let saved = setup.host.controller.save(parcel.descriptors()).unwrap();
+    let whole = serde_json::to_value(&saved).unwrap();
     let (pool, count) = (pool(2, Polling::Never), Mutex::new(0));
     let mut places = 0;
     visit_numbers(&whole, &mut |_| places += 1);
@@ -545,13 +589,14 @@ fn a_corrupt_state_never_panics() {
             let mut changed = whole.clone();
             change(&mut changed, place, value);
             let Ok(state) = serde_json::from_value::<SavedController>(changed) else { continue };
-            let mut fds = setup.host.checkpoint.fds();
+            let mut fds = shadowbell_state::Descriptors::default();
+            let doorbells = setup.host.controller.doorbells().mapping().fd().unwrap();
+            fds.add(doorbells.try_clone_to_owned().unwrap());
             let (config, carrier) = (setup.config.clone(), Carrier::default());
             let made = Controller::successor(config, pool.clone(), carrier, &state, &mut fds);
             if let Ok(successor) = made {
                 successor.map_dma(BASE, MEMORY, &setup.host.memory).unwrap();
-                if successor.recover(&state, &mut fds, CauseOfDeath::Planned).is_ok() {
-                    successor.resume();
+                if successor.restore(&state, &mut fds).is_ok() {
                     *count.lock().unwrap() += 1;
                 }
                 let (done, gone) = channel();
@@ -605,9 +650,11 @@ fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
 #[test]
 fn a_successors_checkpoint_has_its_current_state() {
     let mut setup = Setup::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
+    setup.recorder = Some(Arc::default());
     let page = setup.host.alloc(4096);
+    let last = Arc::clone(setup.recorder.as_ref().unwrap());
     let at = |setup: &Setup| {
-        let state = setup.host.checkpoint.state();
+        let state = last.0.lock().unwrap();
         let (sq, cq) = (&state["admin"]["sq"], &state["admin"]["cq"]);
         assert_eq!(sq["head"], setup.host.admin.tail, "{state}");
         (cq["tail"].as_u64().unwrap(), cq["phase"].as_bool().unwrap(), cq["staged"].clone())
@@ -624,6 +671,16 @@ fn a_successors_checkpoint_has_its_current_state() {
         // The checkpoint is stored before the completion is posted.
         let (before, _, staged) = at(&setup);
         assert_eq!((before, staged.as_array().unwrap().len()), (tail, 1));
+    }
+}
+
+/// Last recorded checkpoint with its descriptors.
+#[derive(Default)]
+struct WholeCheckpoint(Mutex<Option<(serde_json::Value, Descriptors)>>);
+
+impl Recorder for WholeCheckpoint {
+    fn record(&self, state: &SavedController, fds: Descriptors) {
+        *self.0.lock().unwrap() = Some((serde_json::to_value(state).unwrap(), fds));
     }
 }
 
@@ -664,13 +721,16 @@ fn a_shutdown_continues_after_a_crash() {
             (Config { namespaces, ..Config::default() }, gate)
         };
         let (config, gate) = slow();
-        let controller = Controller::new(config, pool(1, ADAPTIVE), Carrier::default()).unwrap();
-        let mut host = Host::attach_recorded(controller);
+        let mut host = Host::with(config, ADAPTIVE);
+        let checkpoint = Arc::new(WholeCheckpoint::default());
+        let recorder: Arc<dyn Recorder> = Arc::<WholeCheckpoint>::clone(&checkpoint);
+        host.disable();
+        host.controller.record_with(recorder).unwrap();
         host.enable();
         begin(&mut host, &gate);
         assert_eq!(host.csts().shst(), regs::SHST_OCCURRING, "{what}");
-        let mut fds = host.checkpoint.fds();
-        let saved: SavedController = serde_json::from_value(host.checkpoint.state()).unwrap();
+        let (state, mut fds) = checkpoint.0.lock().unwrap().take().unwrap();
+        let saved: SavedController = serde_json::from_value(state).unwrap();
         let (config, next) = slow();
         let pool = pool(1, ADAPTIVE);
         let successor =
@@ -727,8 +787,10 @@ fn states_of_all_readable_versions_are_read() {
     let since = Instant::now();
     // Times of 0 ms are not saved. After some milliseconds, all times are greater than 0.
     wait::until("some milliseconds", || since.elapsed() > Duration::from_millis(2));
-    setup.host.quiesced();
-    let written = setup.host.checkpoint.state();
+    setup.freeze();
+    let mut fds = Descriptors::default();
+    let saved = setup.host.controller.save(&mut fds).unwrap();
+    let written = serde_json::to_value(&saved).unwrap();
     if std::env::var_os("SHADOWBELL_WRITE_GOLDEN").is_some() {
         let text = serde_json::to_string_pretty(&written).unwrap() + "\n";
         std::fs::write(path(shadowbell_state::VERSION), text).unwrap();

@@ -5,6 +5,7 @@ use crate::late::Late;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{
     Carrier, Config, Controller, NamespaceConfig, NamespaceError, Polling, Pool, PoolOptions,
+    SavedController,
 };
 use shadowbell_memory::EventFd;
 use shadowbell_spec::admin::{GetFeatures, GetLogPage, Identify, SetFeatures};
@@ -14,7 +15,9 @@ use shadowbell_spec::identify::{IDENTIFY_SIZE, IdentifyNamespace, NamespaceList,
 use shadowbell_spec::log::{ChangedNamespaces, lid};
 use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::{Sqe, Status};
+use shadowbell_state::Parcel;
 use std::collections::BTreeMap;
+use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 use zerocopy::FromBytes;
@@ -36,7 +39,7 @@ pub(crate) fn namespace(disk: &Late, name: &str) -> NamespaceConfig {
 pub(crate) fn host(disk: &Late) -> Host {
     let config = Config { namespaces: vec![namespace(disk, "first")], ..Config::default() };
     let controller = Controller::new(config, pool(2), Carrier::default()).unwrap();
-    let mut host = Host::attach_recorded(controller);
+    let mut host = Host::attach(controller);
     host.enable();
     host
 }
@@ -147,18 +150,32 @@ pub(crate) fn get_features(nsid: u32) -> Sqe {
     GetFeatures { fid: fid::ERROR_RECOVERY, ..GetFeatures::default() }.encode(Sqe::new(10, 0, nsid))
 }
 
-/// Replaces the host's controller by a new one, which continues from its checkpoint.
+/// Replaces the host's controller: serializes its state, and restores the state in a new
+/// controller.
 pub(crate) fn replace(host: &mut Host, interrupts: &BTreeMap<usize, EventFd>) {
-    let (saved, mut fds) = host.quiesced();
+    let (done, frozen) = channel();
+    host.controller.freeze(move || done.send(()).unwrap());
+    frozen.recv_timeout(common::LIMIT).expect("the controller is quiesced");
+    let mut parcel = Parcel::new();
+    let saved = host.controller.save(parcel.descriptors()).unwrap();
+    parcel.add("controller", true, &saved).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let sender = std::thread::spawn(move || parcel.send(&ours).unwrap());
+    let mut parcel = Parcel::receive(&theirs).unwrap();
+    sender.join().unwrap();
+    let saved: SavedController = parcel.take("controller").unwrap().unwrap();
     let there = host.controller.namespaces();
     let nsids = there.iter().map(|(nsid, _)| *nsid).collect();
     let namespaces = there.into_iter().map(|(_, namespace)| namespace).collect();
     let config = Config { nsids, namespaces, ..host.controller.config().clone() };
+    let fds = parcel.descriptors();
     let successor =
-        Controller::successor(config, pool(2), Carrier::default(), &saved, &mut fds).unwrap();
+        Controller::successor(config, pool(2), Carrier::default(), &saved, fds).unwrap();
     successor.map_dma(BASE, MEMORY, &host.memory).unwrap();
     for (vector, event) in interrupts {
         successor.set_interrupt(*vector, Some(event.try_clone().unwrap()));
     }
-    host.continue_with(successor, &saved, &mut fds);
+    drop(std::mem::replace(&mut host.controller, successor));
+    host.controller.restore(&saved, fds).unwrap();
+    parcel.finish().unwrap();
 }

@@ -1,5 +1,6 @@
 //! Namespace changes that are transferred to a new controller.
 
+use crate::common;
 use crate::host::{
     INACTIVE, INVALID, active, add, changed, ends, event, host, identify, pool, remove, replace,
     want_events, write_and_read,
@@ -7,7 +8,9 @@ use crate::host::{
 use crate::late::Late;
 use shadowbell_controller::{Carrier, Config, Controller, RestoreError};
 use shadowbell_spec::identify::{IdentifyController, cns};
+use shadowbell_state::Parcel;
 use std::collections::BTreeMap;
+use std::sync::mpsc::channel;
 
 #[test]
 fn a_successor_keeps_changed_namespaces() {
@@ -37,9 +40,14 @@ fn a_successor_keeps_changed_namespaces() {
 
     // A new controller whose namespaces differ from those of the state cannot be restored from it.
     ends(&add(&host, Some(2), &Late::memory(9), "second").1).unwrap();
-    let (saved, mut fds) = host.quiesced();
+    let (done, frozen) = channel();
+    host.controller.freeze(move || done.send(()).unwrap());
+    frozen.recv_timeout(common::LIMIT).unwrap();
+    let mut parcel = Parcel::new();
+    let saved = host.controller.save(parcel.descriptors()).unwrap();
     let namespaces: Vec<_> = host.controller.namespaces().into_iter().map(|(_, ns)| ns).collect();
     let config = Config { namespaces, ..host.controller.config().clone() };
-    let other = Controller::successor(config, pool(1), Carrier::default(), &saved, &mut fds);
+    let other =
+        Controller::successor(config, pool(1), Carrier::default(), &saved, parcel.descriptors());
     assert!(matches!(other.unwrap_err(), RestoreError::Shape("set of namespaces")));
 }
