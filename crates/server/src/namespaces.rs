@@ -825,7 +825,8 @@ mod tests {
             changes.remove_namespace("vm", 1, true).unwrap();
             changes.change_disk("data", &replacement, true).map(drop)
         };
-        let cases: [(&[_], &str, &dyn Fn(&Changes) -> anyhow::Result<()>); 3] = [
+        type Change<'a> = &'a dyn Fn(&Changes) -> anyhow::Result<()>;
+        let cases: [(&[_], &str, Change<'_>); 3] = [
             // A removal also flushes the disk before the change.
             (&[ok], "vm/1.old", &remove),
             (&[], "vm/1.old", &replace),
