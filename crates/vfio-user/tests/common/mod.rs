@@ -318,9 +318,12 @@ pub(crate) fn is_recorded() -> bool {
     std::env::var_os("SHADOWBELL_TEST_RECORDED").is_some()
 }
 
+/// Checkpoint of a port.
+type Checkpoint = (SavedPort, Vec<OwnedFd>);
+
 /// Recorder that stores the last checkpoint of a port.
 #[derive(Clone, Default)]
-pub(crate) struct Last(Arc<Mutex<Option<(SavedPort, Vec<OwnedFd>)>>>);
+pub(crate) struct Last(Arc<Mutex<Option<Checkpoint>>>);
 
 impl PortRecorder for Last {
     fn record(&mut self, port: &SavedPort, fds: Descriptors) {
