@@ -233,7 +233,12 @@ impl DiskPlan {
             let outcomes = steps.iter().map(|change| changes.alter_disk(id, change, &none, false));
             failed.extend(outcomes.filter_map(Result::err));
         }
-        let unattached: Vec<_> = changes.unattached().lock().keys().cloned().collect();
+        // Disks whose storage may still execute cancelled writes stay open.
+        let unattached: Vec<_> = {
+            let all = changes.unattached().lock();
+            let answered = all.iter().filter(|(_, open)| open.disk.orphans() == 0);
+            answered.map(|(id, _)| id.clone()).collect()
+        };
         let gone = unattached.iter().filter(|id| named.iter().all(|disk| disk.id != **id));
         failed.extend(gone.filter_map(|id| changes.drop_disk(id).err()));
         // All are closed before the first one is opened, because two disks may swap their images.

@@ -111,9 +111,11 @@ impl Changes {
     }
 
     /// Returns the disks with a configured id, as entries of a configuration. Disks that are not
-    /// recovered yet are included.
+    /// recovered yet are included. Disks that [stay open](Self::close_disk) after their removal are
+    /// not.
     pub(super) fn named_disks(&self) -> Vec<NamedDisk> {
-        let named = self.disks().into_iter().filter(ListedDisk::has_own_id);
+        let is_named = |disk: &ListedDisk| disk.has_own_id() && !disk.id.contains('/');
+        let named = self.disks().into_iter().filter(is_named);
         named
             .map(|ListedDisk { id, open, .. }| NamedDisk { id, spec: open.spec, origin: None })
             .chain(self.registry().waiting_disks())
@@ -211,7 +213,7 @@ impl Changes {
                  remove {export}`"
             )));
         }
-        super::flush::flush(&*open.disk)
+        flush_within(&*open.disk, CLOSE_TIMEOUT)
             .with_context(|| format!("cannot flush {}, so it is not removed", open.disk.name()))?;
         self.unattached().lock().remove(&id);
         if let Some(checkpoint) = self.checkpoint() {

@@ -12,7 +12,7 @@ use super::event::EventSender;
 use super::flush::flush;
 use super::guard::{self, Loss};
 use super::in_flight::InFlightDisks;
-use super::open_disk::{UnattachedDisks, check_group, id_of};
+use super::open_disk::{OpenDisk, UnattachedDisks, check_group, id_of};
 use super::registry::{Registry, ServedController};
 use super::running_exports::Exports;
 use super::sandbox;
@@ -332,14 +332,21 @@ impl Changes {
         self.registry.remove(&served.id);
         let name = served.name.clone();
         let mut disks: Vec<Weak<dyn Disk>> = Vec::new();
-        for ((_, namespace), config) in namespaces.iter().zip(&requested.controller.disks) {
-            if let Err(error) = flush(&*namespace.disk) {
-                warn!("{name}: cannot flush {}: {error}", namespace.disk.name());
+        for ((nsid, namespace), config) in namespaces.iter().zip(&requested.controller.disks) {
+            let disk = &namespace.disk;
+            // A disk without an id is closed, unless its storage does not answer.
+            if config.id.is_none() && !is_shared(disk) {
+                let open = OpenDisk { spec: config.disk.clone(), disk: Arc::clone(disk) };
+                if self.close_disk(&id_of(&served.id, *nsid, config), open).is_err() {
+                    continue;
+                }
+            } else if let Err(error) = flush(&**disk) {
+                warn!("{name}: cannot flush {}: {error}", disk.name());
             }
             // Disks of a subsystem are shared with other controllers, so their close is not
             // awaited.
             if requested.controller.subsystem.is_none() && config.id.is_none() {
-                disks.push(Arc::downgrade(&namespace.disk));
+                disks.push(Arc::downgrade(disk));
             }
         }
         drop((served, namespaces));

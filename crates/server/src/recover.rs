@@ -255,9 +255,13 @@ impl Plan {
         let disks = items.keys("disk/");
         let disks = disks.iter().filter_map(|key| checkpoint_items::number(key)).max();
         let disks = disks.unwrap_or_default();
-        // Controllers get indices that the dead process did not use, so that the keys of their
-        // items differ.
-        let next = complete.controllers.iter().map(|entry| entry.index + 1).max().unwrap_or(0);
+        // Controllers get indices that no item of the checkpoint has, so that the keys of their items
+        // differ, also from those of items that the list does not name.
+        let kinds = ["controller/", "port/", "file/"];
+        let keys = kinds.iter().flat_map(|kind| items.keys(kind));
+        let used = keys.filter_map(|key| key.split(['/', '.']).nth(1)?.parse::<usize>().ok());
+        let used = used.chain(complete.controllers.iter().map(|entry| entry.index));
+        let next = used.max().map_or(0, |used| used + 1);
         let mut jobs = Vec::new();
         let mut attached = HashSet::new();
         for (position, entry) in complete.controllers.iter().enumerate() {

@@ -440,7 +440,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             ("shadowbell man .", "the same, in the working directory"),
         ],
     ),
-    ("nvme list", LIST),
+    (
+        "nvme list",
+        &[
+            ("shadowbell nvme list /run/shadowbell/vm0.sock", "the namespaces of a controller"),
+            ("shadowbell nvme list disk.qcow2 --json", "of an image, as JSON"),
+        ],
+    ),
     (
         "nvme id-ctrl",
         &[
