@@ -141,8 +141,6 @@ impl NvmeDisk {
             transfers: DiskTransferStats::default(),
             depth: options.queue_depth,
             reports_allocated: OnceLock::new(),
-            orphans: Arc::default(),
-            closed: Mutex::default(),
             controller,
         })))
     }
@@ -183,9 +181,6 @@ impl Disk for NvmeDisk {
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        if let Some(state) = self.0.closed.lock().take() {
-            return Ok(Box::new(NvmeQueue::with(Arc::clone(&self.0), state)));
-        }
         let mut controller = self.0.controller.lock();
         let pair = match controller.take_queue_pair() {
             _ if self.0.disconnect.is_disconnected() => return Ok(Box::new(NoDevice)),
@@ -252,10 +247,6 @@ impl Disk for NvmeDisk {
 
     fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
         Ok(recovery::checkpoint(&self.0.info, &self.0.namespace))
-    }
-
-    fn orphans(&self) -> usize {
-        self.0.orphans.len()
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

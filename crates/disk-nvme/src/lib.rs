@@ -28,15 +28,10 @@
 //! ([`DiskError::Device`](shadowbell_disk::DiskError::Device)). After the SSD was removed or
 //! disconnected, all requests fail with `ENODEV`.
 //!
-//! # Cancelled requests
-//!
-//! Commands at the SSD are not aborted, because the SSD may hang. If their data are copied, a
-//! cancelled request ends at once: the data of its reads are ignored, and its writes become
-//! [orphans](shadowbell_disk::Orphans) of the disk until the SSD has answered. The queue pair of a
-//! closed queue stays open until then. If the SSD accesses guest memory directly, the request ends
-//! only with its commands, because nothing can recall them.
-//!
 //! # Limitations
+//!
+//! An Abort of the guest does not abort commands at the SSD. It cancels requests that wait in the
+//! queue; requests that were submitted to the SSD complete normally.
 //!
 //! An I/O thread blocks on the SSD's admin queue when it opens or closes its queue pair, and while
 //! the driver takes its [recovery steps](shadowbell_driver::recovery) for a late command. A hung

@@ -237,44 +237,6 @@ impl Task {
         }
     }
 
-    /// Range of the disk that the task has not submitted yet, as a request.
-    pub(crate) fn rest(&self) -> Request {
-        let (op, offset, len) = match self.action {
-            Action::Flush => (Op::Flush, 0, 0),
-            _ => (Op::Read, self.offset + self.submitted, self.len.saturating_sub(self.submitted)),
-        };
-        Request { op, offset, len }
-    }
-
-    /// Range of the disk that a command for `len` bytes from byte `at` of the task on changes.
-    /// `None` if the command changes nothing.
-    pub(crate) fn changes(&self, at: u64, len: u64) -> Option<(u64, u64)> {
-        match self.action {
-            Action::Read
-            | Action::Compare
-            | Action::ReadAndDrop
-            | Action::Verify
-            | Action::Flush => None,
-            Action::Write { .. }
-            | Action::WriteZeroes { .. }
-            | Action::Fill { .. }
-            | Action::Deallocate => Some((self.offset + at, len)),
-        }
-    }
-
-    /// Releases the view of guest memory if the data of a write were copied for all of its
-    /// commands.
-    pub(crate) fn release_copied_data(&mut self) {
-        if matches!(self.action, Action::Write { .. }) && self.submitted == self.len {
-            self.data.release_view();
-        }
-    }
-
-    /// Records that the task does not wait for `count` of its commands in flight.
-    pub(crate) fn release(&mut self, count: u32) {
-        self.in_flight = self.in_flight.saturating_sub(count);
-    }
-
     /// Records the end of a command.
     pub(crate) fn complete(&mut self, outcome: Result<(), DiskError>) {
         self.in_flight = self.in_flight.saturating_sub(1);

@@ -9,10 +9,9 @@ use shadowbell_driver::{
     AttachOptions, Command, Completion, Controller, Namespace, QueuePair, Transport,
 };
 use shadowbell_frontend::InProcess;
-use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
+use shadowbell_memory::Segments;
 use shadowbell_spec::Status;
 use shadowbell_spec::nvm::DsmRange;
-use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -475,95 +474,4 @@ fn allocated_blocks_of_the_ssd_are_reported_to_the_guest() {
         true
     });
     assert_eq!(told.iter().map(|extent| extent.len).sum::<u64>(), 1 << 20);
-}
-
-/// Storage that hangs below the SSD: a cancelled request with copied data ends at once. Its write
-/// becomes an orphan, for which overlapping requests wait, also after the queue was closed.
-#[test]
-fn cancelled_requests_do_not_wait_for_a_hung_ssd() {
-    let storage = TestDisk::new(64, 512);
-    let ssd = Arc::new(InProcess::over(Arc::new(storage.clone())).unwrap());
-    let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(false)).unwrap();
-    let memory = Mapping::anonymous(4096).unwrap().bytes();
-    let data = || Segments::from_bytes(&memory.slice(0, 512).unwrap());
-    let request = |op, block: u64| Request { op, offset: block * 512, len: 512 };
-    const WRITE: Op = Op::Write { fua: false };
-    let reap = |queue: &mut Box<dyn Queue>| {
-        let mut ended = Vec::new();
-        queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
-        ended
-    };
-    let submit = |queue: &mut Box<dyn Queue>, tag, op, block| {
-        assert_eq!(queue.submit(tag, &request(op, block), &mut data()), Submitted::Pending);
-        queue.commit();
-    };
-    let mut queue = disk.queue().unwrap();
-    storage.instruct(|instructions| instructions.hold = true);
-    let whole = Segments::from_bytes(&memory);
-    assert!(whole.fill(0, 512, 7).is_some());
-    submit(&mut queue, 1, WRITE, 3);
-    submit(&mut queue, 2, Op::Read, 4);
-    wait::until("both commands at the storage", || storage.seen().len() == 2);
-    queue.cancel(1);
-    queue.cancel(2);
-    let cancelled = Err(DiskError::Cancelled);
-    assert_eq!(reap(&mut queue), [(1, cancelled), (2, cancelled)]);
-    assert_eq!(disk.orphans(), 1);
-    // The queue is closed. The next one gets its queue pair.
-    drop(queue);
-    let mut queue = disk.queue().unwrap();
-    submit(&mut queue, 3, Op::Read, 3);
-    submit(&mut queue, 4, Op::Read, 5);
-    wait::until("the other read at the storage", || storage.seen().len() == 3);
-    assert!(reap(&mut queue).is_empty());
-    assert_eq!(storage.seen()[2].offset, 5 * 512, "a read of the orphan's range");
-    storage.instruct(|instructions| instructions.hold = false);
-    let mut ended = Vec::new();
-    wait::until("the end of the reads", || {
-        ended.extend(reap(&mut queue));
-        ended.len() == 2
-    });
-    ended.sort_by_key(|(tag, _)| *tag);
-    assert_eq!(ended, [(3, Ok(())), (4, Ok(()))]);
-    assert_eq!((disk.orphans(), queue.pending()), (0, 0));
-
-    // An orphan of a closed queue ends although the disk has no other queue.
-    storage.instruct(|instructions| instructions.hold = true);
-    submit(&mut queue, 5, WRITE, 6);
-    wait::until("the write at the storage", || storage.seen().len() == 5);
-    queue.cancel(5);
-    assert_eq!(reap(&mut queue), [(5, cancelled)]);
-    drop(queue);
-    assert_eq!(disk.orphans(), 1);
-    storage.instruct(|instructions| instructions.hold = false);
-    wait::until("the answer", || disk.orphans() == 0);
-}
-
-/// The SSD accesses guest memory directly, so a cancelled request waits for the SSD.
-#[test]
-fn a_direct_transfer_is_waited_for() {
-    let storage = TestDisk::new(64, 512);
-    let ssd = Arc::new(InProcess::over(Arc::new(storage.clone())).unwrap());
-    let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
-    let mut queue = disk.queue().unwrap();
-    let mut space = DmaSpace::default();
-    space.map(0, 1 << 16, &Mapping::anonymous(1 << 16).unwrap().bytes()).unwrap();
-    let view = View::new(Arc::clone(space.table()));
-    let mut data = Segments::new();
-    data.resolve_ranges(&view, &[(0, 512)], true).unwrap();
-    storage.instruct(|instructions| instructions.hold = true);
-    let request = Request { op: Op::Read, offset: 0, len: 512 };
-    assert_eq!(queue.submit(1, &request, &mut data), Submitted::Pending);
-    queue.commit();
-    wait::until("the command at the storage", || storage.seen().len() == 1);
-    queue.cancel(1);
-    let mut ended = Vec::new();
-    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
-    assert!(ended.is_empty());
-    storage.instruct(|instructions| instructions.hold = false);
-    wait::until("the end of the read", || {
-        queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
-        !ended.is_empty()
-    });
-    assert_eq!(ended, [(1, Ok(()))]);
 }
