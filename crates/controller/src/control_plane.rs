@@ -257,9 +257,6 @@ impl ControllerInner {
                 if queues.is_overridden() {
                     return Err(SaveError::Overridden);
                 }
-                if queues.replays() != 0 {
-                    return Err(SaveError::Held(queues.replays()));
-                }
                 queues.count(&mut counters.sq, &mut counters.cq);
                 Ok(queues.save(worker, fds)?)
             });

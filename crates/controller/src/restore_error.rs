@@ -17,12 +17,6 @@ pub enum SaveError {
     /// Fault injection is active, and its state cannot be saved.
     #[error("the controller has fault injection, whose state cannot be transferred")]
     Overridden,
-    /// Commands wait because their disk is stopped after an error of its storage.
-    #[error(
-        "{0} commands wait for a stopped disk: repair its storage, resume the disk (`shadowbell ctl \
-         disk resume`), and migrate again"
-    )]
-    Held(usize),
     /// The controller has a namespace pool, whose storage cannot be migrated.
     #[error("the controller has a namespace pool, which cannot be migrated to another machine")]
     Pool,

@@ -1,8 +1,7 @@
 //! Quiesce: the last step of the old server process in an upgrade, before the supervisor kills it.
 //! Afterwards no command is in flight at a disk, and no message of a client is half handled. The
 //! checkpoint at the supervisor then has all state that the next process needs. The next process
-//! recovers as after a crash, but it waits for no I/O of the old process, and repeats only commands
-//! that a stopped disk held.
+//! recovers as after a crash, but it repeats no command and waits for no I/O of the old process.
 //!
 //! No client can block an upgrade: the quiesce has a time limit. A client that has not quiesced by
 //! then is recovered as if this process had crashed: its commands are repeated, after the I/O of

@@ -72,9 +72,6 @@ pub(crate) struct Engine {
     pub(super) budget: i64,
     /// Bit mask of [`Closed`] reasons. If it is not 0, no new command is started.
     closed: u8,
-    /// True if a request was cancelled since the disks were last idle. A disk may then have to take
-    /// the late answer of its storage, although no request is in flight.
-    has_cancelled: bool,
     /// Upper bound of the number of host memory locations touched since the last page-table check,
     /// and the limit of that number.
     pub(super) touched: u64,
@@ -136,7 +133,6 @@ impl Engine {
             new_span_weight: (quota.pieces / MAX_NEW_SPANS).max(1),
             budget: 0,
             closed: 0,
-            has_cancelled: false,
             touched: 0,
             may_touch: u64::MAX,
             spans: TouchedSpans::default(),
@@ -301,12 +297,6 @@ impl Engine {
         self.in_flight.len()
     }
 
-    /// True if the disks may have completions, or late answers to cancelled requests.
-    #[inline]
-    pub(crate) fn must_reap(&self) -> bool {
-        self.pending() != 0 || self.has_cancelled
-    }
-
     /// [`start`](Self::start) for a command that a dead process may have executed in part.
     #[cold]
     pub(crate) fn restart(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
@@ -314,40 +304,6 @@ impl Engine {
         let started = self.start(sqe, sq, permit);
         self.namespaces.iter_mut().for_each(|ns| ns.queue.set_replays(false));
         started
-    }
-
-    /// True if commands are in flight, and the disks hold the requests of all of them after errors
-    /// of their storage. So nothing is at the storage, and the commands can be executed again
-    /// elsewhere. Commands of several requests do not count, because parts may have been executed.
-    #[cold]
-    pub(crate) fn is_all_held(&self) -> bool {
-        let held: usize = self.namespaces.iter().map(|ns| ns.queue.held()).sum();
-        let several = self.multi_step.len() + self.fua_reads.len() + self.exclusive.len();
-        let others = self.reservations.len() + self.appends.len();
-        let is_simple = self.copies.is_empty() && several + others == 0;
-        let mut all = is_simple && held != 0 && held == self.in_flight.len();
-        if all {
-            self.in_flight.for_each(|_, entry| {
-                all &= entry.is_request && matches!(entry.owner, Owner::Command { .. });
-            });
-        }
-        all
-    }
-
-    /// Takes the commands in flight, all of which are [held](Self::is_all_held): their tags,
-    /// submission queues and permits. The caller must drop the disk queues.
-    #[cold]
-    pub(crate) fn take_held(&mut self) -> Vec<(u32, usize, Permit)> {
-        if !self.is_all_held() {
-            return Vec::new();
-        }
-        let mut tags = Vec::with_capacity(self.in_flight.len());
-        self.in_flight.for_each(|tag, _| tags.push(tag));
-        let commands = tags.into_iter().filter_map(|tag| match self.in_flight.remove(tag)?.owner {
-            Owner::Command { sq, permit, .. } => Some((tag, sq, permit)),
-            _ => None,
-        });
-        commands.collect()
     }
 
     /// Number of requests and commands that have ended so far.
@@ -359,7 +315,6 @@ impl Engine {
     /// commands in flight still use.
     pub(crate) fn change_view(&mut self, view: View) -> View {
         self.scratch.clear();
-        self.has_cancelled |= self.pending() != 0;
         let queues = self.namespaces.iter_mut().chain(self.draining.iter_mut());
         queues.for_each(|ns| ns.queue.memory_changed(&view));
         self.fua_reads.memory_changed(&view, &mut self.in_flight);
@@ -481,9 +436,6 @@ impl Engine {
             let mut draining = std::mem::take(&mut self.draining);
             self.reap_queues(draining.iter_mut(), &mut ended);
             self.draining = draining;
-        }
-        if self.has_cancelled && self.pending() == 0 {
-            self.has_cancelled = self.namespaces.iter().any(|ns| ns.queue.pending() != 0);
         }
         let several = self.multi_step.len() + self.fua_reads.len() + self.exclusive.len();
         let others = self.reservations.len() + self.appends.len();
@@ -655,7 +607,6 @@ impl Engine {
 
     /// Asks the disks to cancel the command in entry `found` and its requests.
     pub(super) fn cancel_command(&mut self, found: u32) {
-        self.has_cancelled = true;
         let Self { in_flight, namespaces, draining, .. } = self;
         let itself = in_flight.get(found).map(|entry| (found, entry));
         for (tag, entry) in itself.into_iter().chain(in_flight.requests_of(found)) {
@@ -669,7 +620,6 @@ impl Engine {
 
     /// Asks the disks to cancel all commands of submission queue `sq`, or of all queues.
     pub(crate) fn cancel_all(&mut self, of: Option<usize>) {
-        self.has_cancelled = true;
         let Self { in_flight, namespaces, draining, .. } = self;
         match of {
             None => in_flight.for_each(|tag, entry| {

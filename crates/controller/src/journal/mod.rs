@@ -163,9 +163,9 @@ impl Records {
         }
     }
 
-    /// Frees the record at `slot`: the completion of its command is posted, or the record was moved.
+    /// Frees the record at `slot`: the completion of its command is posted.
     #[inline]
-    pub(crate) fn free(&self, slot: u32) {
+    fn free(&self, slot: u32) {
         let _ = self.table.store_u64_release(slot as usize * RECORD, 0);
     }
 
@@ -258,14 +258,6 @@ impl JournalPart {
         }
     }
 
-    /// Recorded command at `slot`. `None` if there is no record of this generation.
-    pub(crate) fn recorded(&self, slot: u32) -> Option<RecoveredCommand> {
-        let (key, sqe) = self.records.read(slot)?;
-        let (sqid, count, crashes) = unpack(key, self.generation, CauseOfDeath::Planned)?;
-        let decision = if key & DECIDED != 0 { Decision::unpack(&sqe) } else { None };
-        Some(RecoveredCommand { sqid, count, crashes, sqe, decision })
-    }
-
     /// Record table of this I/O thread, for moving records to another thread.
     pub(crate) fn records(&self) -> Records {
         self.records.clone()
@@ -285,14 +277,6 @@ impl JournalPart {
     /// the table downwards, and all other records use those from the start upwards.
     pub(crate) fn record_recovered_at(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let slot = (self.records.capacity - 1).saturating_sub(nth) as u32;
-        self.records.write(slot, self.key_of(command) | WAITS, &command.sqe);
-        slot
-    }
-
-    /// Records a command of queues that move to this I/O thread, as not started yet. Returns its
-    /// slot.
-    pub(crate) fn record_inherited(&mut self, command: &RecoveredCommand) -> u32 {
-        let slot = self.allocate_slot();
         self.records.write(slot, self.key_of(command) | WAITS, &command.sqe);
         slot
     }

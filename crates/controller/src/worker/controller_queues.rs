@@ -10,7 +10,6 @@ use super::replay::Inheritance;
 use crate::admin::self_test::Piece;
 use crate::exec::{Closed, Exceeded, NamespaceQueue};
 use crate::interrupt::{HoldLimit, IrqLine};
-use crate::journal::JournalPart;
 use crate::namespace::Namespaces;
 use crate::notice::{Latch, Notice};
 use crate::outstanding::Outstanding;
@@ -308,23 +307,13 @@ impl ControllerQueues {
         self.detaching.push(latch);
     }
 
-    /// True if the queues can be removed from this thread: nothing is in flight at a disk, and
-    /// either a detach or a move to another thread is pending.
+    /// True if the queues can be removed from this thread: nothing is in flight, and either a
+    /// detach or a move to another thread is pending.
     #[inline]
     pub(crate) fn can_be_removed(&self) -> bool {
         (self.is_detaching() || self.departure.is_some() && !self.is_waited_for())
-            && (!self.is_pending() || self.can_take_held())
+            && !self.is_pending()
             && !self.has_replays()
-    }
-
-    /// True if the commands in flight can move to another I/O thread, because stopped disks hold
-    /// the requests of all of them. The destination needs the journal's copies of the commands.
-    #[cold]
-    fn can_take_held(&self) -> bool {
-        !self.is_detaching()
-            && self.overriding.is_none()
-            && self.set.journal.is_some()
-            && self.set.engine.is_all_held()
     }
 
     /// True if a latch on this thread waits for the end of an operation.
@@ -363,7 +352,7 @@ impl ControllerQueues {
         if self.set.engine.is_sparse() || self.page_table_check.is_some() {
             self.bound_page_tables();
         }
-        if self.set.engine.must_reap() {
+        if self.set.engine.pending() != 0 {
             work += u32::from(match &mut self.overriding {
                 None => self.set.reap(),
                 Some(overriding) => {
@@ -771,8 +760,6 @@ impl ControllerQueues {
             return false;
         }
         let table = self.table();
-        let replays = self.set.take_held();
-        let records = self.set.journal.as_ref().map(JournalPart::records);
         // At the destination, a namespace change may end before `self` is dropped. So the queues of
         // this thread must not refer to the old disk any more.
         self.set.engine.drop_namespaces();
@@ -798,7 +785,7 @@ impl ControllerQueues {
             doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
             losses: self.losses,
             lost_memory_reported: self.lost_memory_reported,
-            inheritance: Inheritance { replays, records, ..Inheritance::default() },
+            inheritance: Inheritance::default(),
             latch: Some(latch),
         };
         // The front end stores a trapped doorbell value, then reads the owner. So either it sees
@@ -818,15 +805,12 @@ impl ControllerQueues {
         let Relocated {
             overriding, doorbell_eventfds, losses, lost_memory_reported, latch, ..
         } = relocated;
-        let Relocated { counters, mut inheritance, .. } = relocated;
+        let Relocated { counters, inheritance, .. } = relocated;
         let journal = shared.journal_part(worker, opening.generation)?;
         counters.set_worker(worker);
         let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
         (set.sqs, set.cqs) = (sqs, cqs);
         if let Some(journal) = &mut set.journal {
-            // The records are written to the spare slots first, because the queues may return to
-            // the thread that has their records in other slots of the same table.
-            inheritance.move_records(|nth, command| journal.record_recovered_at(nth, command));
             set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
         }
         let moved = Self {
@@ -851,14 +835,10 @@ impl ControllerQueues {
 
     /// Merges moved queues into the queues of the same controller on this thread.
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
-        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, mut inheritance, .. } =
-            relocated;
+        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
         self.set.shared.merge_parts(&counters, &self.set.engine.counters);
         // The moved queues were resolved in the DMA map of their previous thread.
         let (table, pages) = (self.table(), self.shadow);
-        if let Some(journal) = &mut self.set.journal {
-            inheritance.move_records(|_, command| journal.record_inherited(command));
-        }
         let mut places = Vec::with_capacity(cqs.len());
         for cq in cqs {
             let journal = self.set.journal.as_mut();

@@ -72,8 +72,7 @@ pub(crate) trait Arrivals: Send + Sync {
     fn deliver(&self, queues: Box<Relocated>);
 }
 
-/// Queues of one controller that move between I/O threads. None of their commands is in flight:
-/// those that a stopped disk holds are executed again after the arrival.
+/// Queues of one controller that move between I/O threads. None of their commands is in flight.
 pub(crate) struct Relocated {
     pub(super) shared: Arc<ControllerShared>,
     pub(super) control: ControlHandle,
@@ -87,7 +86,7 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
     pub(super) lost_memory_reported: bool,
-    /// Recovered and held commands that are executed again after the arrival.
+    /// Recovered commands that are executed again after the arrival.
     pub(super) inheritance: Inheritance,
     /// Latch to release when the queues have arrived. `None` if the queues were restored.
     pub(super) latch: Option<Latch>,
@@ -324,8 +323,7 @@ impl Relocated {
             shared.set_exclusive(true);
         }
         let new = Self::without_commands(with, worker, sqs, cqs, doorbell_eventfds);
-        let inheritance = Inheritance { replays, suspects, records: None };
-        Ok(Some(Self { inheritance, ..new }))
+        Ok(Some(Self { inheritance: Inheritance { replays, suspects }, ..new }))
     }
 
     /// Number of commands to execute again.

@@ -371,24 +371,6 @@ impl QueueSet {
         true
     }
 
-    /// Takes the commands whose requests the disks [hold](Engine::is_all_held). The destination of
-    /// the queues executes them again. Until then, their records stay in the journal.
-    #[cold]
-    pub(crate) fn take_held(&mut self) -> Vec<Replay> {
-        let Some(journal) = &self.journal else { return Vec::new() };
-        let mut replays = Vec::new();
-        for (tag, index, permit) in self.engine.take_held() {
-            let Some(sq) = self.sqs.get_mut(index).and_then(Option::as_mut) else { continue };
-            let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { continue };
-            sq.in_flight -= 1;
-            cq.release(permit);
-            let slot = journal.slot_of(tag);
-            let command = journal.recorded(slot);
-            replays.extend(command.map(|command| Replay::new(index, command, slot)));
-        }
-        replays
-    }
-
     /// Stages the completions of commands that have ended. Returns true if there were any, or if
     /// the engine can continue other work without waiting.
     pub(crate) fn reap(&mut self) -> bool {

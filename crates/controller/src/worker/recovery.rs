@@ -127,7 +127,7 @@ pub(crate) struct Recovery {
 impl Recovery {
     /// Starts the recovery of inherited commands; `None` if there is nothing to recover.
     pub(crate) fn new(inheritance: Inheritance, set: &mut QueueSet) -> Option<Box<Self>> {
-        let Inheritance { replays, suspects, .. } = inheritance;
+        let Inheritance { replays, suspects } = inheritance;
         if replays.is_empty() && suspects.is_empty() {
             return None;
         }

@@ -1,6 +1,6 @@
 //! Commands and queues that a recovering process inherits from a dead process.
 
-use crate::journal::{Decision, Records, RecoveredCommand};
+use crate::journal::{Decision, RecoveredCommand};
 use shadowbell_spec::sqe::Fuse;
 use shadowbell_spec::status::Status;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -110,27 +110,14 @@ pub(crate) struct SuspectQueue {
     pub(crate) is_of_a_fault: bool,
 }
 
-/// Recovered commands and suspected queues. The queues that move to another I/O thread inherit
-/// commands too: those whose requests a stopped disk holds.
+/// Recovered commands and suspected queues.
 #[derive(Default)]
 pub(crate) struct Inheritance {
     pub(crate) replays: Vec<Replay>,
     pub(crate) suspects: Vec<SuspectQueue>,
-    /// Table with the records of the commands, if it is that of another I/O thread.
-    pub(crate) records: Option<Records>,
 }
 
 impl Inheritance {
-    /// Moves the records of the commands to slots of another I/O thread. `copy` writes a record and
-    /// returns its slot; the first argument is the number of the record.
-    pub(crate) fn move_records(&mut self, mut copy: impl FnMut(usize, &RecoveredCommand) -> u32) {
-        let Some(records) = self.records.take() else { return };
-        for (nth, replay) in self.replays.iter_mut().enumerate() {
-            let slot = copy(nth, &replay.command);
-            records.free(std::mem::replace(&mut replay.reserved_slot, slot));
-        }
-    }
-
     /// Replaces each queue index by the result of `index`, after a move of the queues. Commands and
     /// queues for which the result is `None` are dropped.
     pub(crate) fn moved(self, index: impl Fn(usize) -> Option<usize>) -> Self {
@@ -142,7 +129,6 @@ impl Inheritance {
             let sq = index(suspect.sq)?;
             Some(SuspectQueue { sq, ..suspect })
         });
-        let (replays, suspects) = (replays.collect(), suspects.collect());
-        Self { replays, suspects, records: self.records }
+        Self { replays: replays.collect(), suspects: suspects.collect() }
     }
 }

@@ -5,15 +5,11 @@ use common::{BASE, Host, MEMORY, Queue, config};
 use held::Held;
 use shadowbell_controller::trace::{Kind, TraceFile, read_trace};
 use shadowbell_controller::{
-    Carrier, Config, Controller, Event, NamespaceConfig, Polling, Pool, PoolOptions, Recorder,
-    RelocateError, SavedController,
+    Carrier, Config, Controller, Event, NamespaceConfig, Polling, Pool, PoolOptions, RelocateError,
 };
 use shadowbell_disk::{Disk, DiskError, DiskInfo, Request, Submitted};
-use shadowbell_disk_layers::{ErrorPolicy, HoldingDisk};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::{Sqe, Status};
-use shadowbell_state::Descriptors;
-use shadowbell_testing::test_disk::TestDisk;
 use shadowbell_testing::wait;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -171,63 +167,6 @@ fn a_move_waits_for_commands_in_flight() {
     }
     host.until("the memory", || unmapped.load(Ordering::SeqCst));
     assert_eq!(worker(&host), 1);
-}
-
-/// Recorder that drops the checkpoints. Only the journal is written.
-struct NoCheckpoint;
-
-impl Recorder for NoCheckpoint {
-    fn record(&self, _: &SavedController, _: Descriptors) {}
-}
-
-/// A command that a stopped disk holds is not at the storage: it moves with its queue and is
-/// executed again. So neither a move nor a quiesce waits until the operator resumes the disk.
-#[test]
-fn held_commands_move_with_their_queues() {
-    let storage = TestDisk::new(1024, 512);
-    let disk = HoldingDisk::wrap(Arc::new(storage.clone()), ErrorPolicy::Stop);
-    let namespaces = vec![NamespaceConfig { disk: Arc::clone(&disk), uuid: [7; 16] }];
-    let config = Config { namespaces, ..Config::default() };
-    let pool = pool(1, Polling::Never);
-    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    controller.record_with(Arc::new(NoCheckpoint)).unwrap();
-    let mut host = Host::attach(controller);
-    host.enable();
-    let mut queue = host.create(1, 64, false);
-    storage.instruct(|instructions| instructions.fail = Some(DiskError::Io(5)));
-    host.poke(DATA, &[9; 512]);
-    for cid in 1..4 {
-        host.submit(&mut queue, &Sqe::write(1, u64::from(cid), 0, cid).with_prps(DATA, 0));
-    }
-    let are_held = || disk.stopped().is_some_and(|stopped| stopped.held == 3);
-    host.until("held commands", are_held);
-    assert_eq!(worker(&host), 0);
-    host.controller.isolate().unwrap();
-    host.until("the move", || worker(&host) == 1);
-    host.until("held commands after the move", are_held);
-    for _ in 0..3 {
-        let is_quiesced = Arc::new(AtomicBool::new(false));
-        let flag = Arc::clone(&is_quiesced);
-        host.controller.freeze(move || flag.store(true, Ordering::SeqCst));
-        host.until("the quiesce", || is_quiesced.load(Ordering::SeqCst));
-        assert!(disk.stopped().is_none(), "the quiesced controller uses the disk");
-        let refused = host.controller.save_for_migration().err().unwrap().to_string();
-        assert!(refused.contains("3 commands wait for a stopped disk"), "{refused}");
-        host.controller.resume();
-        host.until("held commands after the quiesce", are_held);
-    }
-    assert!(host.reap(&mut queue).is_none());
-    storage.instruct(|instructions| instructions.fail = None);
-    assert!(disk.resume());
-    for _ in 1..4 {
-        assert!(host.wait(&mut queue).1.is_success());
-    }
-    for lba in 1..4 {
-        let cid = host.next_cid();
-        let (status, _) = host.run(&mut queue, Sqe::read(1, lba, 0, cid).with_prps(DATA + 4096, 0));
-        assert!(status.is_success() && host.peek(DATA + 4096, 512) == [9; 512]);
-    }
-    assert!(host.reap(&mut queue).is_none());
 }
 
 #[test]

@@ -166,8 +166,6 @@ fn held_writes_are_repeated_after_a_kill_and_an_upgrade() {
     until("another process", || worker(&server) != before);
     until("a stopped disk after the upgrade", || disk(&server)["held"] == 1);
     assert!(guest.queue.pop().is_none());
-    // A held command is not at the storage, so it has not delayed the quiesce.
-    assert!(!server.stderr().contains("did not quiesce"), "{}", server.stderr());
     resume(&server, &mut guest);
     drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
@@ -188,7 +186,6 @@ fn abort_reset_and_disconnection_end_held_requests() {
     let stats = guest.controller.recovery_stats();
     assert!(stats.aborts > 0 && stats.resets == 0 && stats.queues_recreated == 0, "{stats:?}");
     is_over();
-    server.wait_for_log("holds no request any more, after");
     drop(guest);
 
     let mut guest = Guest::attach(&server, &options);
@@ -204,7 +201,6 @@ fn abort_reset_and_disconnection_end_held_requests() {
     drop(guest);
     is_over();
     drop(Guest::attach(&server, &options));
-    assert!(!server.stderr().contains("is resumed"), "{}", server.stderr());
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
