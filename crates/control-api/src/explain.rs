@@ -443,7 +443,7 @@ mod tests {
         assert!(figures.ends_with("31 in flight, 28 of them at the rate limits."), "{figures}");
         assert_eq!(
             advice,
-            "The limits are iops 500: change them with `shadowbell ctl limit vm0/1 ...`."
+            "The limits are iops=500: change them with `shadowbell ctl limit vm0/1 ...`."
         );
         for (shares, word, hint) in [
             (Shares { disk: 1.0, ..Shares::default() }, "storage", "/srv/vm0.img"),

