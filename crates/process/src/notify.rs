@@ -42,9 +42,10 @@ pub fn ready(status: &str) -> String {
     format!("{READY}\n{}", self::status(status))
 }
 
-/// Notification of a status text: the first line of `text`.
+/// Notification of a status text: `text` up to the first control character, because systemd also
+/// ends an assignment at a carriage return.
 pub fn status(text: &str) -> String {
-    format!("STATUS={}", text.lines().next().unwrap_or_default())
+    format!("STATUS={}", text.split(char::is_control).next().unwrap_or_default())
 }
 
 /// Notification that a reload has begun. [`READY`] ends it.
@@ -113,6 +114,7 @@ mod tests {
         assert_eq!(interval(30_000_000, 8, 7), None);
         assert_eq!(interval(999, 7, 7), None, "or it would do nothing else");
         assert_eq!(status("one\nREADY=0"), "STATUS=one");
+        assert_eq!(status("one\rMAINPID=1"), "STATUS=one");
         let text = reloading();
         let time = text.strip_prefix("RELOADING=1\nMONOTONIC_USEC=").unwrap();
         assert!(time.parse::<u64>().unwrap() > 0, "{text}");
