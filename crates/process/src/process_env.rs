@@ -20,13 +20,14 @@ pub fn user() -> Uid {
     *USER
 }
 
-/// Makes a path absolute.
+/// Makes a path absolute. Two paths that differ only in repeated or trailing slashes become equal,
+/// because the supervisor compares the paths of a server process with those of its permissions.
 pub fn absolute(path: &Path) -> PathBuf {
     let path = match &*DIRECTORY {
         Some(directory) if !path.as_os_str().is_empty() => directory.join(path),
         _ => return path.to_owned(),
     };
-    std::path::absolute(&path).unwrap_or(path)
+    std::path::absolute(&path).unwrap_or(path).components().collect()
 }
 
 #[cfg(test)]
@@ -38,6 +39,9 @@ mod tests {
         for path in ["x", "./x/../y", "/x//y/.", ""] {
             let expected = std::path::absolute(path).unwrap_or_default();
             assert_eq!(absolute(Path::new(path)), expected, "{path}");
+        }
+        for path in ["//x//y", "/x/y/", "/x/./y//"] {
+            assert_eq!(absolute(Path::new(path)).as_os_str(), "/x/y", "{path}");
         }
     }
 }
