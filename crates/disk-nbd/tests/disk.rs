@@ -296,7 +296,7 @@ fn a_flush_in_flight_fails_with_an_automatic_one() {
     submit(&mut *queue, 1, Op::Flush, 0, 0, Segments::new());
     fake.change(|manner| manner.holds = None);
     assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Io(5)))]);
-    assert_eq!(fake.count(command::FLUSH), 2);
+    assert!(fake.count(command::FLUSH) >= 2);
     assert!(disk.has_lost_writes());
 }
 
