@@ -7,6 +7,7 @@
 use super::disks::ListedDisk;
 use super::guard::Loss;
 use super::namespaces::{NamespaceChange, effect_of, explicit};
+use super::open_disk::Parts;
 use super::reconfigure::Changes;
 use super::registry::{Registry, ServedController};
 use bytesize::ByteSize;
@@ -14,7 +15,7 @@ use clap::ValueEnum;
 use shadowbell_config::ana_state::AnaStateName;
 use shadowbell_config::controller_config::{ControllerConfig, DiskConfig, nsids};
 use shadowbell_config::disk_spec;
-use shadowbell_config::limits::{self, DiskLimits, Group};
+use shadowbell_config::limits::{self, Group};
 use shadowbell_config::pool::PoolSpec;
 use shadowbell_config::server_config::{Own, SocketConfig, WorkerChoice};
 use shadowbell_config::uuid_text::uuid_text;
@@ -249,29 +250,6 @@ pub(super) fn changes(
     Some(changes)
 }
 
-/// A disk specification, split into the options that can change at run time and the rest.
-struct Parts {
-    bare: String,
-    limits: DiskLimits,
-    read_only: bool,
-}
-
-impl Parts {
-    fn of(spec: &str) -> Option<Self> {
-        let (rest, limits) = DiskLimits::split(spec).ok()?;
-        let read_only = disk_spec::is_read_only(&rest);
-        let (bare, _) = disk_spec::take_option(&rest, "read-only");
-        Some(Self { bare: disk_spec::with_absolute_paths(&bare), limits, read_only })
-    }
-}
-
-/// True if two specifications stand for the same disk with the same properties.
-pub(super) fn is_same_disk(one: &str, other: &str) -> bool {
-    disk_spec::with_absolute_paths(one) == disk_spec::with_absolute_paths(other)
-        || changes(&DiskConfig::of(one), &DiskConfig::of(other), || true)
-            .is_some_and(|all| all.is_empty())
-}
-
 /// Disks of a controller by NSID.
 fn disks(of: &SocketConfig) -> BTreeMap<u32, &DiskConfig> {
     nsids(&of.controller.disks).zip(&of.controller.disks).collect()
@@ -351,6 +329,7 @@ fn group_difference(wanted: &Group) -> Option<Difference> {
 mod tests {
     use super::*;
     use shadowbell_config::config_file::parse;
+    use shadowbell_config::limits::DiskLimits;
 
     fn controller(lines: &str) -> SocketConfig {
         let text = format!("[[controller]]\nsocket = \"/vm0.sock\"\n{lines}");

@@ -6,11 +6,10 @@
 //! [`UnattachedDisks`](super::open_disk::UnattachedDisks) holds it.
 
 use super::checkpointer::Checkpointer;
-use super::config_diff::is_same_disk;
 use super::flush::flush_within;
 use super::guard::{DiskGuard, Effect, Loss};
 use super::namespaces::{ChangeResult, NamespaceChange, apply_change};
-use super::open_disk::{OpenDisk, check_group, derived_id, id_of};
+use super::open_disk::{OpenDisk, check_group, derived_id, id_of, is_same_disk};
 use super::reconfigure::Changes;
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};

@@ -3,6 +3,7 @@
 use anyhow::anyhow;
 use parking_lot::Mutex;
 use shadowbell_config::controller_config::DiskConfig;
+use shadowbell_config::disk_spec;
 use shadowbell_config::limits::{self, DiskLimits};
 use shadowbell_disk::Disk;
 use shadowbell_process::exit;
@@ -18,6 +19,29 @@ pub(super) struct OpenDisk {
 
 /// Named disks that no controller has, by id.
 pub(super) type UnattachedDisks = Mutex<BTreeMap<String, OpenDisk>>;
+
+/// A disk specification, split into the options that can change at run time and the rest.
+#[derive(PartialEq)]
+pub(super) struct Parts {
+    pub(super) bare: String,
+    pub(super) limits: DiskLimits,
+    pub(super) read_only: bool,
+}
+
+impl Parts {
+    pub(super) fn of(spec: &str) -> Option<Self> {
+        let (rest, limits) = DiskLimits::split(spec).ok()?;
+        let read_only = disk_spec::is_read_only(&rest);
+        let (bare, _) = disk_spec::take_option(&rest, "read-only");
+        Some(Self { bare: disk_spec::with_absolute_paths(&bare), limits, read_only })
+    }
+}
+
+/// True if two specifications stand for the same disk with the same properties.
+pub(super) fn is_same_disk(one: &str, other: &str) -> bool {
+    disk_spec::with_absolute_paths(one) == disk_spec::with_absolute_paths(other)
+        || Parts::of(one).zip(Parts::of(other)).is_some_and(|(one, other)| one == other)
+}
 
 /// Id of a namespace's disk that has no configured id.
 pub(super) fn derived_id(controller: &str, nsid: u32) -> String {
