@@ -101,7 +101,10 @@ fn a_guest_at_its_limits_is_told_from_an_idle_one() {
     assert!(errors.contains("there is no controller `nope`"), "{errors}");
 
     // Without a reader, there is no sampler.
-    assert!(samples(&server));
+    until("the sampler", || {
+        ctl_json(&server, &["explain", &socket]);
+        samples(&server)
+    });
     until("the end of the sampler", || !samples(&server));
     drop((guest.queue, guest.pool));
     guest.controller.detach().unwrap();
