@@ -638,6 +638,7 @@ mod tests {
     /// A write whose client got an error is not overtaken by a later write of the same block.
     #[test]
     fn a_write_that_timed_out_delays_later_writes_of_its_range() {
+        // The start of the request is moved into the past below.
         let (info, timeout) = (DiskInfo::new(512, 8), Duration::from_secs(1));
         let engine = Engine::new(Box::new(Mute::default()), &info, timeout, Arc::default());
         let locks = Arc::new(RangeLocks::default());

@@ -30,8 +30,11 @@ impl Table {
 
     /// True for columns of numbers.
     fn figures(&self, columns: usize) -> Vec<bool> {
-        let is_figure =
-            |cell: &String| cell.starts_with(|c: char| c.is_ascii_digit() || "<-".contains(c));
+        // A UUID may begin with a digit, too.
+        let is_figure = |cell: &String| {
+            cell.starts_with(|c: char| c.is_ascii_digit() || "<-".contains(c))
+                && cell.matches('-').count() != 4
+        };
         let cells = |column: usize| self.rows.iter().skip(1).filter_map(move |row| row.get(column));
         (0..columns).map(|n| n > 0 && cells(n).all(is_figure)).collect()
     }
@@ -109,7 +112,7 @@ mod tests {
         let mut table = Table::new(["Controller", "Source", "Size", "UUID"]);
         let uuid = "0190163d-8694-739b-aea5-966c26f8ad91";
         table.line(["vm0", "/var/lib/libvirt/images/a-long-name/disk.img", "64.0 MiB", uuid]);
-        assert_eq!(table.to_string().lines().next().unwrap().len(), 74);
+        assert_eq!(table.to_string().lines().next().unwrap().len(), 72);
         table.limit = Some(60);
         let text = table.to_string();
         let lines: Vec<_> = text.lines().collect();

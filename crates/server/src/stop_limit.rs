@@ -208,6 +208,7 @@ mod tests {
     use std::pin::pin;
     use std::task::{Context, Waker};
 
+    // The tests compute with times and do not wait.
     const LIMIT: Duration = Duration::from_secs(5);
 
     fn export(disk: &TestDisk) -> ExportedBlock {

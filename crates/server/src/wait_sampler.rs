@@ -310,6 +310,7 @@ mod tests {
     fn divided(outstanding: &Outstanding, limited: u64) -> Waits {
         let mut waits = Waits::default();
         let limited = HashMap::from([((1, 1), limited)]);
+        // The time that the sample stands for.
         divide(&mut waits, outstanding, &limited, Duration::from_secs(1));
         waits
     }

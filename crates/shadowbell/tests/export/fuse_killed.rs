@@ -80,6 +80,7 @@ fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
                 if load.is_finished() {
                     break;
                 }
+                // The moment of the kill.
                 std::thread::sleep(Duration::from_millis(60 + nth * 37 % 90));
                 let before = server().unwrap();
                 kill_process(Pid::from_raw(before).unwrap(), Signal::KILL).unwrap();
