@@ -278,28 +278,6 @@ fn a_flush_in_flight_fails_after_a_loss_without_replay() {
     assert!(disk.has_lost_writes());
 }
 
-/// The storage of a server reports a lost write once. The automatic flush gets the error, and a
-/// flush of the host, which was in flight at the same time, succeeds.
-#[test]
-fn a_flush_in_flight_fails_with_an_automatic_one() {
-    let fake = Fake::new(MIB, ALL);
-    let disk = fake.open("replay=64KiB&connections=1");
-    let mut queue = disk.queue().unwrap();
-    fake.change(|manner| {
-        manner.holds = Some(is_flush);
-        manner.refused_once = Some((command::FLUSH, NbdError::Io));
-    });
-    for block in 0..9 {
-        write(&mut *queue, block * 4096, &[1; 4096]).unwrap();
-    }
-    wait_until("the automatic flush at the server", || fake.received() == 10);
-    submit(&mut *queue, 1, Op::Flush, 0, 0, Segments::new());
-    fake.change(|manner| manner.holds = None);
-    assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Io(5)))]);
-    assert!(fake.count(command::FLUSH) >= 2);
-    assert!(disk.has_lost_writes());
-}
-
 #[test]
 fn a_full_replay_buffer_is_flushed() {
     let fake = Fake::new(MIB, ALL);
