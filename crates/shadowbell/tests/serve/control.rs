@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use shadowbell_testing::process_group::ProcessGroup;
-use shadowbell_testing::wait::{LIMIT, short_pause};
+use shadowbell_testing::wait::{LIMIT, short_pause, until_some};
 use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
@@ -22,11 +22,16 @@ pub(crate) fn ctl(server: &Server, arguments: &[&str]) -> (Option<i32>, String, 
     finish(command)
 }
 
-/// Runs `shadowbell ctl --json`, which must succeed; returns its JSON.
+/// Runs `shadowbell ctl --json`, which must succeed; returns its JSON. Waits until the server has a
+/// control socket: a process that recovers creates it after it has recovered clients.
 #[track_caller]
 pub(crate) fn ctl_json(server: &Server, arguments: &[&str]) -> Value {
-    let (status, output, errors) = ctl(server, &[arguments, &["--json"]].concat());
-    assert_eq!(status, Some(0), "{arguments:?}: {errors}");
+    let output = until_some("the control socket", || {
+        let (status, output, errors) = ctl(server, &[arguments, &["--json"]].concat());
+        let is_absent = errors.contains("no running server has its control socket");
+        assert!(is_absent || status == Some(0), "{arguments:?}: {errors}");
+        (!is_absent).then_some(output)
+    });
     serde_json::from_str(&output).expect(&output)
 }
 
