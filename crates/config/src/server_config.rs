@@ -2,6 +2,7 @@
 
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::disk_spec;
+use crate::disk_uuids;
 use crate::export_config::ExportConfig;
 use crate::limits::Group;
 use crate::pool_disks;
@@ -209,6 +210,12 @@ pub fn pool_options(
 }
 
 impl ServerConfig {
+    /// Directory in which the UUIDs of disks are stored. `None` if they are not stored.
+    #[must_use]
+    pub fn state_directory(&self) -> Option<PathBuf> {
+        self.state_dir.clone().or_else(disk_uuids::default_directory)
+    }
+
     /// Specifications of all disks, including the named disks.
     pub fn disk_specs(&self) -> impl Iterator<Item = &str> {
         let of_controllers = self.controllers.iter().flat_map(|served| &served.controller.disks);

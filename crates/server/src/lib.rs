@@ -141,7 +141,7 @@ use stall_watch::StallWatch;
 use startup_timing::Phases;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -221,15 +221,10 @@ fn check_allowed(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Directory in which the UUIDs of disks are stored. `None` if they are not stored.
-fn state_directory(config: &ServerConfig) -> Option<PathBuf> {
-    config.state_dir.clone().or_else(disk_uuids::default_directory)
-}
-
 /// Opens the file in which the UUIDs of disks are stored. Without the file, the UUIDs are derived
 /// from the disks' names.
 fn open_disk_uuids(config: &ServerConfig) -> Option<disk_uuids::Store> {
-    let directory = state_directory(config)?;
+    let directory = config.state_directory()?;
     let store = disk_uuids::Store::open(&directory);
     store.inspect_err(|error| disk_uuids::warn_of(&directory, error)).ok()
 }

@@ -5,8 +5,8 @@
 
 use super::open_broker;
 use super::user::User;
+use crate::path_broker;
 use crate::worker_link::WorkerLink;
-use crate::{path_broker, state_directory};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, PathFd,
     Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
@@ -113,7 +113,7 @@ pub(crate) fn permissions(
         user: user.map(|user| user.ids(config)),
         mode,
         group,
-        state_directory: state_directory(config).as_deref().map(from_root),
+        state_directory: config.state_directory().as_deref().map(from_root),
         trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
         tcp: config.tcp().collect(),
     })
