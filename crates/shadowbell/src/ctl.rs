@@ -6,6 +6,7 @@ use crate::ctl_disk::{
 };
 use crate::ctl_explain::{explain, server_of};
 use crate::ctl_export::{ExportVerb, export};
+use crate::ctl_paths::controller_path;
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
 use crate::grant::grant;
@@ -33,7 +34,6 @@ use shadowbell_process::table::Table;
 use shadowbell_process::units::count;
 use shadowbell_supervisor::client::{SupervisorClient, program};
 use std::io::{self, Write};
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -460,20 +460,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
     }?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Request path of a controller. The path of an existing socket is made absolute, because the
-/// server identifies sockets by absolute paths.
-pub(crate) fn controller_path(id: &str) -> String {
-    let socket = Path::new(id);
-    let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
-    let id = match is_socket {
-        true => {
-            shadowbell_config::server_config::canonical_path(socket).to_string_lossy().into_owned()
-        }
-        false => id.to_owned(),
-    };
-    format!("/v1/controllers/{}", part(&id))
 }
 
 fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {

@@ -1,6 +1,6 @@
 //! `shadowbell ctl explain` and `shadowbell explain`: why a guest is slow or hangs.
 
-use crate::ctl::controller_path;
+use crate::ctl_paths::controller_path;
 use anyhow::anyhow;
 use shadowbell_config::socket_path;
 use shadowbell_control_api::api::Controller;

@@ -29,6 +29,7 @@ mod ctl_ana;
 mod ctl_disk;
 mod ctl_explain;
 mod ctl_export;
+mod ctl_paths;
 mod ctl_plan;
 mod ctl_trace;
 mod examples;
