@@ -117,7 +117,7 @@ fn limited(changes: &Changes) -> HashMap<(u32, u32), u64> {
     limited
 }
 
-/// What the I/O threads have answered so far.
+/// Answers of the I/O threads so far.
 #[derive(Default)]
 struct Threads {
     /// Threads that have not answered the last request.

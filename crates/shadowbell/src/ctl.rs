@@ -354,7 +354,7 @@ pub(crate) fn status(args: &StatusArgs) -> anyhow::Result<ExitCode> {
 
 /// Explain why a guest is slow or hangs, in three sentences with figures
 ///
-/// The same as `shadowbell ctl explain`.
+/// Also available as `shadowbell ctl explain`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ExplainArgs {
     /// Controller: its id or socket [default: the only controller]

@@ -190,7 +190,7 @@ fn a_cancellation_ends_held_requests() {
     assert!(fixture.disk.stopped().is_none());
 }
 
-/// If the disk is replaced, its queues drain. Nobody could resume the requests that it holds.
+/// If the disk is replaced, its queues drain. Its held requests could not be resumed then.
 #[test]
 fn a_suspended_error_policy_ends_held_requests_with_their_errors() {
     let mut fixture = Fixture::new();
