@@ -324,7 +324,8 @@ impl Check<'_> {
         self.errors.push((line, why.into()));
     }
 
-    /// Refuses `what` of a controller in `line` if another controller has the same, in line `first`.
+    /// Refuses `what` of a controller in `line` if another controller has the same, in line
+    /// `first`.
     fn refuse_second(&mut self, line: usize, first: Option<usize>, what: fmt::Arguments<'_>) {
         if let Some(first) = first {
             let why = "is that of another controller too";

@@ -257,8 +257,8 @@ impl Changes {
     }
 
     /// Refuses a disk that was opened from the same source as a disk of this server whose storage
-    /// may still execute cancelled writes. Requests of the open disk wait for these writes; those of
-    /// the new one would not.
+    /// may still execute cancelled writes. Requests of the open disk wait for these writes; those
+    /// of the new one would not.
     ///
     /// # Errors
     /// There is such a disk.

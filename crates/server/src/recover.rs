@@ -255,8 +255,8 @@ impl Plan {
         let disks = items.keys("disk/");
         let disks = disks.iter().filter_map(|key| checkpoint_items::number(key)).max();
         let disks = disks.unwrap_or_default();
-        // Controllers get indices that no item of the checkpoint has, so that the keys of their items
-        // differ, also from those of items that the list does not name.
+        // Controllers get indices that no item of the checkpoint has, so that the keys of their
+        // items differ, also from those of items that the list does not name.
         let kinds = ["controller/", "port/", "file/"];
         let keys = kinds.iter().flat_map(|kind| items.keys(kind));
         let used = keys.filter_map(|key| key.split(['/', '.']).nth(1)?.parse::<usize>().ok());

@@ -361,7 +361,8 @@ pub fn is_ours(socket: impl AsFd) -> bool {
 mod tests {
     use std::os::unix::net::UnixStream;
 
-    use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+    use rustix::process::Uid;
+    use rustix::thread::set_thread_uid;
 
     use super::*;
 
@@ -387,11 +388,11 @@ mod tests {
         assert!(receive(&theirs, false).unwrap().is_none());
     }
 
-    /// A process without CAP_SYS_RESOURCE cannot send descriptors while its user has more of them in
-    /// flight than its limit of open files. The send waits until they are received.
+    /// A process without CAP_SYS_RESOURCE cannot send descriptors while its user has more of them
+    /// in flight than its limit of open files. The send waits until they are received.
     #[test]
     fn a_blocking_send_waits_for_descriptors_in_flight() {
-        // The thread drops its capabilities.
+        // The thread changes its user.
         std::thread::spawn(send_during_flood).join().unwrap();
     }
 
@@ -414,15 +415,11 @@ mod tests {
         assert_eq!(receive(&theirs, false).unwrap().unwrap().fds.len(), 1);
     }
 
-    /// Drops the capabilities of the calling thread, and sends descriptors until the kernel refuses
-    /// further ones. Returns the sockets that hold them.
+    /// Makes the calling thread one of a user without capabilities, and sends descriptors until the
+    /// kernel refuses further ones. Returns the sockets that hold them. They count for that user
+    /// only, so other tests are not affected.
     fn flood() -> Option<(Vec<UnixStream>, Vec<UnixStream>)> {
-        let none = CapabilitySets {
-            effective: CapabilitySet::empty(),
-            permitted: CapabilitySet::empty(),
-            inheritable: CapabilitySet::empty(),
-        };
-        set_capabilities(None, none).ok()?;
+        set_thread_uid(Uid::from_raw(54_321)).ok()?;
         let (mut all, mut ends) = (Vec::new(), Vec::new());
         for _ in 0..64 {
             let (from, to) = UnixStream::pair().ok()?;

@@ -11,9 +11,9 @@
 //! the next server process submits it again. While a disk is stopped, new requests are submitted
 //! normally, and are held only if they fail too.
 //!
-//! A held request counts as in flight. So a quiesce of its controller takes the whole time limit, and
-//! the next process executes the command again, as after a crash. A move of the queues to another
-//! thread waits until the request ends.
+//! A held request counts as in flight. So a quiesce of its controller takes the whole time limit,
+//! and the next process executes the command again, as after a crash. A move of the queues to
+//! another thread waits until the request ends.
 //!
 //! A held request keeps the guest's memory mapped, so a change of the guest's memory map moves its
 //! data to the new map. If its data are not in the new map, the request ends with an error. A

@@ -597,8 +597,8 @@ impl Agreed {
     }
 }
 
-/// True if a request changes state that a checkpoint contains: the state of [`Device::record`] or of
-/// the link. Writes to BAR0 (the registers) do not count, because the device stores its own
+/// True if a request changes state that a checkpoint contains: the state of [`Device::record`] or
+/// of the link. Writes to BAR0 (the registers) do not count, because the device stores its own
 /// checkpoints of its registers.
 fn changes(number: u16, payload: &[u8]) -> bool {
     match number {

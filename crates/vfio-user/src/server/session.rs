@@ -244,8 +244,8 @@ impl Session {
         Ok((session, device.record(fds)?))
     }
 
-    /// Sends replies. If the last checkpoint contains bytes that have been sent since, stores another
-    /// one, because the next process would send these bytes again.
+    /// Sends replies. If the last checkpoint contains bytes that have been sent since, stores
+    /// another one, because the next process would send these bytes again.
     fn flush_and_record(
         &mut self,
         device: &mut dyn Device,
