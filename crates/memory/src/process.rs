@@ -3,6 +3,7 @@
 use rustix::io::FdFlags;
 use std::ffi::{CString, OsStr};
 use std::io;
+use std::marker::PhantomData;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 
@@ -57,34 +58,60 @@ pub fn execute(
     io::Error::last_os_error()
 }
 
-/// Blocks signals in this thread and in threads that it starts later. A signal to the process
-/// stays pending if all threads block it.
-///
-/// # Errors
-/// The error of the system call.
-pub fn block_signals(signals: &[i32]) -> io::Result<()> {
-    change_mask(libc::SIG_BLOCK, signals)
+/// Signals that this thread blocks until the value is dropped. The drop restores the signal mask
+/// that the thread had before, so that a signal that was blocked already stays blocked.
+pub struct BlockedSignals {
+    before: libc::sigset_t,
+    /// The mask belongs to the thread.
+    _thread: PhantomData<*const ()>,
 }
 
-/// Unblocks signals in this thread. Pending signals are delivered at once.
+impl BlockedSignals {
+    /// Blocks signals in this thread and in the threads that it starts meanwhile.
+    ///
+    /// # Errors
+    /// The error of the system call.
+    pub fn new(signals: &[i32]) -> io::Result<Self> {
+        let before = change_mask(libc::SIG_BLOCK, &set_of(signals))?;
+        Ok(Self { before, _thread: PhantomData })
+    }
+}
+
+impl Drop for BlockedSignals {
+    fn drop(&mut self) {
+        // The call fails only for an invalid operation.
+        let _ = change_mask(libc::SIG_SETMASK, &self.before);
+    }
+}
+
+/// Unblocks signals in this thread, for a program that was executed with blocked signals. Pending
+/// signals are delivered at once.
 ///
 /// # Errors
 /// The error of the system call.
 pub fn unblock_signals(signals: &[i32]) -> io::Result<()> {
-    change_mask(libc::SIG_UNBLOCK, signals)
+    change_mask(libc::SIG_UNBLOCK, &set_of(signals)).map(drop)
 }
 
-fn change_mask(how: libc::c_int, signals: &[i32]) -> io::Result<()> {
-    // SAFETY: the set is initialized before it is used, and the calls write to nothing else.
-    let outcome = unsafe {
+fn set_of(signals: &[i32]) -> libc::sigset_t {
+    // SAFETY: a set is plain data, `sigemptyset` initializes it, and the calls write to nothing
+    // else.
+    unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
         for signal in signals {
             libc::sigaddset(&raw mut set, *signal);
         }
-        libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut())
-    };
-    if outcome == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(outcome)) }
+        set
+    }
+}
+
+/// Changes the signal mask of this thread, and returns the mask before.
+fn change_mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<libc::sigset_t> {
+    let mut before = set_of(&[]);
+    // SAFETY: both sets are initialized and live until the call returns.
+    let outcome = unsafe { libc::pthread_sigmask(how, &raw const *set, &raw mut before) };
+    if outcome == 0 { Ok(before) } else { Err(io::Error::from_raw_os_error(outcome)) }
 }
 
 #[cfg(test)]
@@ -115,10 +142,29 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 
+    /// Signals that this thread blocks, as `/proc` shows them.
+    fn blocked() -> String {
+        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+        status.lines().find(|line| line.starts_with("SigBlk:")).unwrap().to_owned()
+    }
+
     #[test]
-    fn signals_are_blocked_and_unblocked() {
-        block_signals(&[libc::SIGURG]).unwrap();
+    fn a_nested_block_leaves_the_outer_one() {
+        let before = blocked();
+        let outer = BlockedSignals::new(&[libc::SIGURG]).unwrap();
+        let in_outer = blocked();
+        assert_ne!(in_outer, before);
+        drop(BlockedSignals::new(&[libc::SIGURG, libc::SIGWINCH]).unwrap());
+        assert_eq!(blocked(), in_outer, "SIGURG stays blocked");
+        drop(outer);
+        assert_eq!(blocked(), before);
+    }
+
+    #[test]
+    fn an_executed_program_can_unblock_signals() {
+        let before = blocked();
+        std::mem::forget(BlockedSignals::new(&[libc::SIGURG]).unwrap());
         unblock_signals(&[libc::SIGURG]).unwrap();
-        assert!(block_signals(&[]).is_ok());
+        assert_eq!(blocked(), before);
     }
 }

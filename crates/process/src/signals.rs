@@ -4,7 +4,7 @@
 use crate::exit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use shadowbell_memory::process::{block_signals, unblock_signals};
+use shadowbell_memory::process::BlockedSignals;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tracing::debug;
 
-/// Starts a thread that handles none of the signals that a main thread catches.
+/// Starts a thread that handles none of the signals that a main thread catches. If this thread
+/// handles none of them either, that stays so.
 ///
 /// # Errors
 /// The thread cannot be started.
@@ -23,11 +24,9 @@ pub fn start_thread(
     run: impl FnOnce() + Send + 'static,
 ) -> io::Result<()> {
     let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
-    block_signals(&signals)?;
+    let _blocked = BlockedSignals::new(&signals)?;
     let thread = std::thread::Builder::new().name(name.into()).stack_size(stack);
-    let started = thread.spawn(run);
-    unblock_signals(&signals)?;
-    started.map(drop)
+    thread.spawn(run).map(drop)
 }
 
 /// Makes a write beyond `ulimit -f` fail, as on a full disk, instead of ending the process.
@@ -268,6 +267,22 @@ mod tests {
     use std::process::{Command, Stdio};
 
     const CHILD: &str = "SIGNALS_TEST_CHILD";
+
+    /// A signal that such a thread handled during the supervisor's exec would be lost.
+    #[test]
+    fn a_thread_that_starts_another_one_handles_no_signal_afterwards() {
+        let (sender, result) = std::sync::mpsc::channel();
+        start_thread("outer", 64 << 10, move || {
+            start_thread("inner", 64 << 10, || {}).unwrap();
+            let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+            sender.send(status).unwrap();
+        })
+        .unwrap();
+        let status = result.recv().unwrap();
+        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
+        let mask = u64::from_str_radix(blocked.trim(), 16).unwrap();
+        assert_eq!(mask >> (SIGTERM - 1) & 1, 1, "SIGTERM is blocked in {blocked}");
+    }
 
     /// The handler of a signal may run after the waiting thread has already reacted to the signal
     /// by a shutdown. The handler must not mistake this signal for a second signal, because a

@@ -21,7 +21,7 @@ use crate::checkpoint::memory_of;
 use crate::permissions::Permit;
 use crate::protocol;
 use rustix::io::{FdFlags, fcntl_setfd};
-use shadowbell_memory::process::{block_signals, execute, take_inherited, unblock_signals};
+use shadowbell_memory::process::{BlockedSignals, execute, take_inherited, unblock_signals};
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -128,11 +128,9 @@ impl Supervisor {
         if !self.is_quiet() {
             return Ok(());
         }
-        let all = self.all_signals();
-        block_signals(&all).map_err(|error| error.to_string())?;
-        let outcome = self.execute(pending_exec);
-        let _ = unblock_signals(&all);
-        outcome
+        let blocked = BlockedSignals::new(&self.all_signals());
+        let _blocked = blocked.map_err(|error| error.to_string())?;
+        self.execute(pending_exec)
     }
 
     /// Executes the program. Signals are blocked.
