@@ -255,7 +255,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();
     std::fs::write(server.directory().join("vms.toml"), format!("workers = 2\n{text}")).unwrap();
     let (_, printed, _) = apply(&[]);
-    assert!(printed.starts_with("server-wide settings differ"), "{printed}");
+    assert!(printed.starts_with("server-wide settings differ (workers); "), "{printed}");
     drop(guest);
     assert!(server.stop().success());
 }
