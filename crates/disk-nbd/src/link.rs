@@ -451,7 +451,10 @@ impl Link {
             if error == 0 && unflushed.has_lost_writes {
                 error = wire::NbdError::Io as u32;
             }
-            shared.flush_soon(&mut unflushed);
+            // A loss discards the unflushed writes, so no further flush is needed.
+            if !is_lost {
+                shared.flush_soon(&mut unflushed);
+            }
             drop(unflushed);
             if is_lost {
                 shared.set_lost();
