@@ -515,6 +515,9 @@ impl Link {
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
         (self.in_flight, self.bytes) = (0, 0);
+        if sent.iter().any(|slot| self.parts.get(*slot).is_some_and(Subrequest::changes)) {
+            shared.writes_lost();
+        }
         // The order is reversed, because each subrequest is put in front of all waiting ones. So
         // the original order is restored.
         for slot in sent.into_iter().rev() {

@@ -17,6 +17,7 @@ use shadowbell_testing::disks::{
 use shadowbell_testing::wait::until as wait_until;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 const MIB: usize = 1 << 20;
 
@@ -299,6 +300,28 @@ fn a_flush_in_flight_fails_with_an_automatic_one() {
     assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Io(5)))]);
     assert_eq!(fake.count(command::FLUSH), 2);
     assert!(disk.has_lost_writes());
+}
+
+/// The server may still execute a write of a lost connection. So it is sent again only after the
+/// time of `settle`. A read is sent again at once.
+#[test]
+fn a_write_in_flight_settles_before_it_is_sent_again() {
+    let bytes = memory(512);
+    for (op, settle) in [(Op::Write { fua: false }, "200ms"), (Op::Read, "3600s")] {
+        let fake = Fake::new(MIB, ALL);
+        let disk = fake.open(&format!("settle={settle}&connections=1"));
+        let mut queue = disk.queue().unwrap();
+        fake.change(|manner| manner.holds = Some(|_| true));
+        submit(&mut *queue, 1, op, 0, 512, segments(&bytes, 0, 512));
+        wait_until("the request at the server", || fake.received() == 1);
+        let since = Instant::now();
+        fake.disconnect(0);
+        wait_until("the next connection", || fake.connections() == 2);
+        // This is only a lower bound.
+        assert!(op == Op::Read || since.elapsed() >= Duration::from_millis(200));
+        fake.change(|manner| manner.holds = None);
+        assert_eq!(wait_completed(&mut *queue), [(1, Ok(()))]);
+    }
 }
 
 /// A flush that waits only for an orphan ends during `commit`, after the orphan has ended. No reply
