@@ -151,6 +151,7 @@ impl Accept {
                 PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN),
             ];
             let _ = poll(&mut fds, None);
+            self.event.drain();
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match acceptfrom_with(self.listener.as_fd(), flags) {
                 Ok((socket, address)) => self.admit(socket, address),
