@@ -169,7 +169,6 @@ impl Changes {
     /// or the server does not serve yet.
     pub(super) fn add_recovered(&self, id: &str, open: OpenDisk, checkpoint: &Checkpointer) {
         checkpoint.put_unattached(id, &open.spec, &open.disk);
-        checkpoint.watch_unattached(id, &open.disk);
         self.unattached().lock().insert(id.to_owned(), open);
         self.registry().recovered_disk(id);
     }
@@ -178,7 +177,6 @@ impl Changes {
     fn add_unattached(&self, id: &str, open: OpenDisk) {
         if let Some(checkpoint) = self.checkpoint() {
             checkpoint.put_unattached(id, &open.spec, &open.disk);
-            checkpoint.watch_unattached(id, &open.disk);
         }
         self.unattached().lock().insert(id.to_owned(), open);
     }
@@ -450,13 +448,11 @@ impl Changes {
     /// the disk (`is_done`), or keeps it.
     pub(super) fn end_detach(&self, pending_detach: Option<PendingDetach>, is_done: bool) {
         let Some(PendingDetach { id, open }) = pending_detach else { return };
-        let checkpoint = self.checkpoint();
-        if !is_done {
-            checkpoint.inspect(|checkpoint| checkpoint.drop_unattached(&id));
-            return;
+        if is_done {
+            self.unattached().lock().insert(id, open);
+        } else if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.drop_unattached(&id);
         }
-        checkpoint.inspect(|checkpoint| checkpoint.watch_unattached(&id, &open.disk));
-        self.unattached().lock().insert(id, open);
     }
 
     /// Removes a disk from the unattached disks after its attachment to a controller.
