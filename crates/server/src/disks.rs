@@ -241,17 +241,23 @@ impl Changes {
                 ))),
             };
         }
+        Err(self.keep_disk(id, open, error.context(format!("cannot flush {name}"))))
+    }
+
+    /// Keeps a disk that cannot be closed yet open without a controller. `id` is its former id.
+    /// Returns `why`, the reason, with the new id.
+    pub(super) fn keep_disk(&self, id: &str, open: OpenDisk, why: anyhow::Error) -> anyhow::Error {
         let mut kept = format!("{id}.old");
         while self.disk(&kept).is_ok() {
             kept.push_str(".old");
         }
         let stays = format!(
-            "cannot flush {name}, so it stays open as the disk {kept}, until `shadowbell ctl disk remove \
-             {kept}` succeeds"
+            "{} stays open as the disk {kept}, until `shadowbell ctl disk remove {kept}` succeeds",
+            open.disk.name()
         );
-        warn!("{stays}: {error:#}");
+        warn!("{stays}: {why:#}");
         self.add_unattached(&kept, open);
-        Err(error.context(stays))
+        why.context(stays)
     }
 
     /// Refuses a disk that was opened from the same source as a disk of this server whose storage
