@@ -545,8 +545,8 @@ impl Core {
 /// Number of queues that were dropped and whose disk has not completed all requests.
 static UNFINISHED: AtomicUsize = AtomicUsize::new(0);
 
-/// Number of queues of this process that were dropped and whose disk has not completed all requests.
-/// The disk may still execute these requests.
+/// Number of queues of this process that were dropped and whose disk has not completed all
+/// requests. The disk may still execute these requests.
 #[must_use]
 pub fn unfinished_queues() -> usize {
     UNFINISHED.load(Ordering::SeqCst)

@@ -510,8 +510,9 @@ fn a_freeze_suspends_the_message_timeout() {
     assert_eq!(shared.log(), ["connected, 8 fds"]);
 }
 
-/// Recorder of a process that dies, as seen from its sockets. When `is_due` is true and a checkpoint
-/// contains `words`, it sends the checkpoint to the test, and the reactor waits until the test ends.
+/// Recorder of a process that dies, as seen from its sockets. When `is_due` is true and a
+/// checkpoint contains `words`, it sends the checkpoint to the test, and the reactor waits until
+/// the test ends.
 struct Death {
     is_due: Arc<AtomicBool>,
     words: &'static str,
