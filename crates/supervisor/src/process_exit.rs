@@ -48,7 +48,9 @@ impl Supervisor {
         }
         match status.code() {
             None => {
-                if worker.has_recovered() {
+                // A process that was started without a checkpoint may have clients (of an export)
+                // before it reports that it serves.
+                if worker.has_recovered() || self.left.is_none() {
                     self.left = worker.take_checkpoint(Some(status));
                 }
                 let served = worker.serves_since.map(|since| since.elapsed());
