@@ -5,6 +5,7 @@ mod commands;
 mod descriptors;
 mod exports;
 pub(super) mod fuse;
+mod images;
 pub(super) mod isolation;
 mod maps;
 mod messages;
@@ -12,7 +13,7 @@ mod messages;
 use super::attack::Attack;
 
 /// Attacks, grouped by type of peer and request.
-const PARTS: [&[Attack]; 8] = [
+const PARTS: [&[Attack]; 9] = [
     commands::ATTACKS,
     admin::ATTACKS,
     messages::ATTACKS,
@@ -21,6 +22,7 @@ const PARTS: [&[Attack]; 8] = [
     fuse::ATTACKS,
     exports::ATTACKS,
     isolation::ATTACKS,
+    images::ATTACKS,
 ];
 
 /// All attacks, in the order in which they run.
