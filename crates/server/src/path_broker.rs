@@ -4,11 +4,9 @@
 use parking_lot::Mutex;
 use shadowbell_config::socket_access;
 use shadowbell_controller::trace::TraceFile;
-use shadowbell_process::process_env;
-use shadowbell_storage::disk_kinds::Peer;
 use shadowbell_supervisor::path_protocol::{
-    CONNECT, DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE,
-    REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE,
+    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE, REMOVE_DIRECTORY,
+    REMOVE_UNANSWERED, TCP, TRACE,
 };
 use shadowbell_supervisor::permissions::{bytes_of, path_of};
 use shadowbell_supervisor::protocol::{self, Packet, send_bytes};
@@ -16,7 +14,7 @@ use shadowbell_vfio_user::server::{
     BindError, BindOptions, Listener, ListenerParts, remove_sockets_by,
 };
 use std::borrow::Cow;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -162,24 +160,6 @@ pub(super) fn listen_tcp(address: SocketAddr) -> io::Result<(TcpListener, Socket
         .map_err(Refusal::into_error)?;
     let address = packet.text().parse().map_err(|_| unexpected_answer())?;
     Ok((packet.fd().ok_or_else(unexpected_answer)?.into(), address))
-}
-
-/// Text of an NBD server's address for the supervisor.
-pub(super) fn server_text(peer: &Peer) -> OsString {
-    match peer {
-        Peer::Tcp(address) => address.to_string().into(),
-        Peer::Unix(path) => process_env::absolute(path).into(),
-    }
-}
-
-/// Has the supervisor create a socket and begin to connect it to an NBD server.
-///
-/// # Errors
-/// The server is not permitted, or cannot be reached.
-pub(super) fn connect(peer: &Peer) -> io::Result<OwnedFd> {
-    let broker = BROKER.get().ok_or(io::ErrorKind::PermissionDenied)?;
-    let packet = send_request(&broker.socket.lock(), CONNECT, server_text(peer));
-    packet.map_err(Refusal::into_error)?.fd().ok_or_else(unexpected_answer)
 }
 
 /// Creates the file of a new trace at `path`. With `keep`, the previous file is renamed.

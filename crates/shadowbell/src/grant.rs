@@ -5,24 +5,20 @@
 use shadowbell_config::disk_spec;
 use shadowbell_control_api::api::Status;
 use shadowbell_control_api::client::Client;
-use shadowbell_process::process_env;
 use shadowbell_storage::disk_files::{self, DiskFile};
-use shadowbell_storage::disk_kinds::{self, Peer};
 use shadowbell_supervisor::client::SupervisorClient;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Grants the supervisor of a server, if there is one, access to these disks and their backing
-/// files, with the rights of this process, and connections to the NBD servers of disks. Failures
-/// are ignored: the server refuses the request if it needs the access.
+/// files, with the rights of this process. Failures are ignored: the server refuses the request if
+/// it needs the access.
 pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
-    let disks: Vec<_> = disks.collect();
-    let servers: Vec<_> = disks.iter().filter_map(|disk| disk_kinds::nbd_peer(disk)).collect();
-    let files: Vec<_> = disks.iter().filter(|disk| disk_spec::file(disk).is_some()).collect();
-    if files.is_empty() && servers.is_empty() {
+    let disks: Vec<_> = disks.filter(|disk| disk_spec::file(disk).is_some()).collect();
+    if disks.is_empty() {
         return;
     }
     let Some(pid) = client.get("/v1/status").ok().and_then(|s: Status| s.supervisor_pid) else {
@@ -31,19 +27,7 @@ pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
     let Ok(supervisor) = SupervisorClient::find_reported(pid, client.socket()) else { return };
     // Relative paths refer to the working directory of the server.
     let from = supervisor.working_directory();
-    for server in servers {
-        let text = match server {
-            Peer::Tcp(address) => PathBuf::from(address.to_string()),
-            Peer::Unix(path) => match from.as_ref().filter(|_| path.is_relative()) {
-                Some(from) => process_env::absolute(&from.join(path)),
-                None => process_env::absolute(&path),
-            },
-        };
-        if !supervisor.permit_server(text.as_os_str()) {
-            return;
-        }
-    }
-    let disks = files.iter().filter_map(|disk| {
+    let disks = disks.iter().filter_map(|disk| {
         let is_absolute = disk_spec::file(disk)?.is_absolute();
         let from = if is_absolute { Path::new("/") } else { from.as_deref()? };
         Some(disk_files::files(disk, from))

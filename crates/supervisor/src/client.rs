@@ -49,13 +49,6 @@ impl SupervisorClient {
         answer.is_ok_and(|packet| packet.code == answer::YES)
     }
 
-    /// Permits the server process to have connections to an NBD server: a TCP address, or the
-    /// absolute path of a UNIX socket. Returns false if the supervisor refuses.
-    pub fn permit_server(&self, server: &OsStr) -> bool {
-        let answer = ask(&self.0, question::CONNECT, server, None);
-        answer.is_ok_and(|packet| packet.code == answer::YES)
-    }
-
     /// Finds the supervisor of a server: by the process id of the supervisor or of the server
     /// process, or by the path of a socket at which the server serves. A supervisor must run as
     /// root, as our user, or as the owner of that process or socket.
@@ -104,13 +97,9 @@ impl SupervisorClient {
                 }
                 match connect_to(&name, owner, limits.answer) {
                     Ok(Some(supervisor)) => {
-                        match ask(&supervisor, code, &what, None) {
-                            Ok(packet) if packet.code == answer::YES => {
-                                return Ok(Self(supervisor));
-                            }
-                            Ok(_) => {}
-                            // It closes connections of other users.
-                            Err(_) => others += 1,
+                        let said = ask(&supervisor, code, &what, None);
+                        if said.is_ok_and(|packet| packet.code == answer::YES) {
+                            return Ok(Self(supervisor));
                         }
                         asked += 1;
                     }

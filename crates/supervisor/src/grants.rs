@@ -129,15 +129,6 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Permits connections to an NBD server: a TCP address, or the absolute path of a UNIX socket.
-    pub(super) fn permit_server(&mut self, server: &[u8]) {
-        if let Some(permissions) = &mut self.facts.permissions {
-            let servers = vec![Bytes(server.to_vec())];
-            permissions.extend(Permissions { servers, ..Permissions::default() });
-            self.changes += 1;
-        }
-    }
-
     /// Returns the held image at a path, if the path was resolved before.
     pub(super) fn known(&mut self, path: &Path) -> Option<&mut Image> {
         let path = bytes_of(&absolute(path));

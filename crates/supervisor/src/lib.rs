@@ -490,11 +490,6 @@ impl Supervisor {
                 let opened = packet.fds.first().filter(|_| self.is_outside(&client));
                 opened.is_some_and(|opened| GRANTS.lock().grant(&path, opened.as_fd()).is_ok())
             }
-            question::CONNECT if self.is_outside(&client) => {
-                GRANTS.lock().permit_server(&packet.body);
-                true
-            }
-            question::CONNECT => false,
             question::SERVES => self.sockets.contains(&packet.path()),
             code @ (question::UPGRADE | question::CHECK) => {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());

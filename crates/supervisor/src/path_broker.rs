@@ -8,13 +8,12 @@
 
 use super::grants::{GRANTS, MAX_GRANTS};
 use crate::path_protocol::{
-    CONNECT, DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE,
-    REMOVE_DIRECTORY, REMOVE_UNANSWERED, TCP, TRACE,
+    DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE, REMOVE_DIRECTORY,
+    REMOVE_UNANSWERED, TCP, TRACE,
 };
 use crate::permissions::{Permissions, bytes_of, path_of};
 use crate::protocol::{self, Packet};
 use rustix::io::Errno;
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use serde::Serialize;
@@ -123,14 +122,6 @@ fn outcome(packet: &Packet) -> Outcome {
             let address = listener.local_addr()?.to_string();
             Ok((vec![listener.into()], address.into()))
         }
-        CONNECT if permissions.servers.contains(&Bytes(packet.body.clone())) => {
-            Ok((vec![connect(&packet.body)?], Vec::new()))
-        }
-        CONNECT => {
-            let text = "the sandbox permits only servers that the configuration names or \
-                        `shadowbell ctl` adds";
-            Err(io::Error::other(text).into())
-        }
         PAIR => {
             let (one, other) = protocol::pair()?;
             Ok((vec![one, other], Vec::new()))
@@ -194,30 +185,6 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
     let answer = json(&made);
     GRANTS.lock().created(made, own.map(bytes_of));
     Ok((vec![parts.socket], answer))
-}
-
-/// Begins to connect a socket to a TCP address or, without blocking, to the path of a UNIX socket.
-fn connect(server: &[u8]) -> io::Result<OwnedFd> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let new = |family| socket_with(family, SocketType::STREAM, flags, None);
-    let address = str::from_utf8(server).ok().and_then(|text| text.parse::<SocketAddr>().ok());
-    let (socket, begun) = match address {
-        Some(address) => {
-            let is_v4 = address.is_ipv4();
-            let socket = new(if is_v4 { AddressFamily::INET } else { AddressFamily::INET6 })?;
-            let begun = net::connect(&socket, &address);
-            (socket, begun)
-        }
-        None => {
-            let socket = new(AddressFamily::UNIX)?;
-            let begun = net::connect(&socket, &SocketAddrUnix::new(server)?);
-            (socket, begun)
-        }
-    };
-    match begun {
-        Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
-        Err(errno) => Err(errno.into()),
-    }
 }
 
 fn trace(path: &Path, keep: bool) -> io::Result<File> {
@@ -348,20 +315,6 @@ mod tests {
         assert!(!at("run/vm").exists());
         assert_eq!(process.ask(TRACE, "").code, ERRNO);
         assert_eq!(process.ask(TCP, "127.0.0.1:0").code, ERRNO);
-        let server = UnixListener::bind(at("elsewhere/server")).unwrap();
-        let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = tcp.local_addr().unwrap().to_string();
-        for (peer, other) in
-            [(at("elsewhere/server"), at("elsewhere/b")), (address.into(), "127.0.0.1:1".into())]
-        {
-            assert_eq!(process.ask(CONNECT, &peer).code, REFUSED);
-            GRANTS.lock().permit_server(peer.as_os_str().as_bytes());
-            let answer = process.ask(CONNECT, &peer);
-            assert!(answer.code == DONE && answer.fds.len() == 1, "{}", answer.text());
-            assert_eq!(process.ask(CONNECT, &other).code, REFUSED);
-        }
-        server.accept().unwrap();
-        tcp.accept().unwrap();
         assert_eq!(process.ask(b'?', "").code, ERRNO);
         assert_eq!(process.ask(b'p', "{}").code, ERRNO, "nothing registers permissions");
         // The number of sockets is limited. One of them can still be replaced.

@@ -22,9 +22,6 @@ pub const TRACE: u8 = b't';
 pub const KEEP: &str = "k";
 /// Request: create a TCP socket at a permitted address. The answer has the address of the socket.
 pub const TCP: u8 = b'm';
-/// Request: create a socket and begin to connect it to a permitted server: a TCP address, or the
-/// absolute path of a UNIX socket.
-pub const CONNECT: u8 = b'c';
 /// Request: create a connected pair of packet sockets.
 pub const PAIR: u8 = b's';
 

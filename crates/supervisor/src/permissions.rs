@@ -45,10 +45,6 @@ pub struct Permissions {
     pub state_directory: Option<Bytes>,
     /// TCP addresses of the metrics and of exports.
     pub tcp: Vec<SocketAddr>,
-    /// NBD servers, to which connections are permitted: TCP addresses, and absolute paths of UNIX
-    /// sockets.
-    #[serde(default)]
-    pub servers: Vec<Bytes>,
 }
 
 impl Permissions {
@@ -68,7 +64,6 @@ impl Permissions {
             (&mut self.sockets, other.sockets),
             (&mut self.socket_directories, other.socket_directories),
             (&mut self.socket_trees, other.socket_trees),
-            (&mut self.servers, other.servers),
         ] {
             let new: Vec<_> = theirs.into_iter().filter(|path| !ours.contains(path)).collect();
             ours.extend(new);

@@ -201,9 +201,6 @@ pub mod question {
     /// Permits the server process to open the file of the descriptor, with the access of the
     /// descriptor, as the image at this absolute path.
     pub const GRANT: u8 = b'g';
-    /// Permits the server process to have connections to the NBD server at the TCP address, or the
-    /// absolute socket path, in the body.
-    pub const CONNECT: u8 = b'n';
 }
 
 /// Answers of the supervisor.

@@ -16,7 +16,6 @@ use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
 use shadowbell_process::process_env;
-use shadowbell_storage::disk_kinds;
 use shadowbell_supervisor::permissions::{Permissions, bytes_of};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -118,11 +117,6 @@ pub(crate) fn permissions(
         state_directory: config.state_directory().as_deref().map(from_root),
         trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
         tcp: config.tcp().collect(),
-        servers: config
-            .disk_specs()
-            .filter_map(disk_kinds::nbd_peer)
-            .map(|peer| bytes_of(Path::new(&path_broker::server_text(&peer))))
-            .collect(),
     })
 }
 

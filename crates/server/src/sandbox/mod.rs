@@ -34,7 +34,6 @@ pub(super) use open_broker::uuid_of;
 pub(super) use options::{Mode, SandboxOptions};
 pub(super) use user::{User, parse_user};
 
-use super::path_broker;
 use super::worker_link::WorkerLink;
 use anyhow::{Context, anyhow};
 use files::{Files, Held};
@@ -65,7 +64,7 @@ pub(super) fn enter(
     config: &ServerConfig,
     link: Option<&WorkerLink>,
 ) -> anyhow::Result<Option<Contained>> {
-    let mut is_on = match (options.mode, conflict(config)) {
+    let is_on = match (options.mode, conflict(config)) {
         (Mode::Off, _) => false,
         (_, None) => true,
         (Mode::On, Some(why)) => {
@@ -83,11 +82,6 @@ pub(super) fn enter(
             Err(why) if options.mode == Mode::On => {
                 return Err(bad_input(anyhow!("--sandbox on: {why}")));
             }
-            Err(why) if nbd_disk(config).is_some() => {
-                let disk = nbd_disk(config).unwrap_or_default();
-                warn!("sandbox off: {disk} connects to a server by itself, because {why}");
-                is_on = false;
-            }
             Err(why) if link.is_none() => info!("the sandbox does not restrict file access: {why}"),
             Err(why) => warn!("the sandbox does not restrict file access: {why}"),
         }
@@ -98,7 +92,7 @@ pub(super) fn enter(
     if !is_on {
         return Ok(None);
     }
-    disk_open::contain(files.is_some().then_some(path_broker::connect));
+    disk_open::contain();
     store_unreadable_values();
     limit();
     close(options, config, files, link.is_some()).map(|files| files.map(Contained))
@@ -178,11 +172,6 @@ fn conflict(config: &ServerConfig) -> Option<String> {
     config
         .disk_specs()
         .find_map(|disk| Some(format!("{disk} {}", disk_kinds::sandbox_conflict(disk)?)))
-}
-
-/// First NBD disk of the configuration.
-fn nbd_disk(config: &ServerConfig) -> Option<&str> {
-    config.disk_specs().find(|disk| disk_kinds::nbd_peer(disk).is_some())
 }
 
 /// Caches system values that the sandbox makes unreadable.

@@ -72,9 +72,9 @@ impl Export {
     }
 }
 
-/// Starts a server with a supervisor, and with a sandbox if the disk permits it.
+/// Starts a server with a supervisor and without a sandbox.
 pub(crate) fn supervisor(disk: &str) -> Server {
-    Server::start(&[disk], &["--supervisor"])
+    Server::start(&[disk], &["--supervisor", "--sandbox", "off"])
 }
 
 /// Kills the server process `kills` times under a verifying load.
@@ -190,7 +190,7 @@ fn a_starting_process_with_a_mute_disk_ends_with_its_supervisor() {
     let _mute = UnixListener::bind(&socket).unwrap();
     let mut command = program();
     command.args(["serve", &format!("nbd+unix:///?socket={}", socket.display())]);
-    command.args(["--socket", "vm.sock"]);
+    command.args(["--socket", "vm.sock", "--sandbox", "off"]);
     let server = Server::spawn(command, tempfile::tempdir().unwrap(), &[]);
     until("the worker", || !children(server.pid()).is_empty());
     let its = worker(&server);
@@ -213,7 +213,8 @@ fn an_nbd_disk_survives_kills_of_the_server_process() {
 #[test]
 fn other_disks_of_a_disconnected_client_are_recovered() {
     let below = Export::start("mem:4MiB");
-    let server = Server::start(&[&below.uri(""), "mem:4MiB"], &["--supervisor"]);
+    let options = ["--supervisor", "--sandbox", "off"];
+    let server = Server::start(&[&below.uri(""), "mem:4MiB"], &options);
     let mut client = Client::attach(&server.socket());
     client.write(1, 0, 6);
     client.write(2, 0, 7);
