@@ -5,7 +5,6 @@ mod commands;
 mod descriptors;
 mod exports;
 pub(super) mod fuse;
-mod images;
 pub(super) mod isolation;
 mod maps;
 mod messages;
@@ -13,7 +12,7 @@ mod messages;
 use super::attack::Attack;
 
 /// Attacks, grouped by type of peer and request.
-const PARTS: [&[Attack]; 9] = [
+const PARTS: [&[Attack]; 8] = [
     commands::ATTACKS,
     admin::ATTACKS,
     messages::ATTACKS,
@@ -22,7 +21,6 @@ const PARTS: [&[Attack]; 9] = [
     fuse::ATTACKS,
     exports::ATTACKS,
     isolation::ATTACKS,
-    images::ATTACKS,
 ];
 
 /// All attacks, in the order in which they run.
