@@ -566,7 +566,7 @@ impl Engine {
             Owner::Internal => {
                 if !status.is_success() {
                     tracing::warn!(
-                        "namespace {nsid}: a flush or self-test of the controller has failed: {status}"
+                        %status, "a flush or self-test of the controller has failed"
                     );
                     if let Some(latch) = &waiting {
                         latch.set_status(status);

@@ -771,11 +771,9 @@ impl Engine {
 impl Engine {
     /// Flushes every writable namespace. `latch` is released when the flushes have ended.
     pub(crate) fn flush_all(&mut self, latch: Latch) {
-        for index in 0..self.namespaces.len() {
-            if !self.namespaces[index].is_read_only() {
-                self.begin_internal((index, FLUSH), latch.clone());
-            }
-        }
+        let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].is_read_only());
+        let parts = writable.map(|index| (index, FLUSH)).collect();
+        self.begin_internal(parts, latch);
     }
 
     /// Verifies a part of a namespace for the self-test. `latch` is released at the end; it gets
@@ -789,26 +787,22 @@ impl Engine {
         };
         match index {
             Ok(index) if offset.checked_add(len).is_some_and(|to| to <= end(index)) => {
-                self.begin_internal((index, Request { op: Op::Verify, offset, len }), latch);
+                self.begin_internal(vec![(index, Request { op: Op::Verify, offset, len })], latch);
             }
             Ok(_) => latch.set_status(INACTIVE),
             Err(status) => latch.set_status(status),
         }
     }
 
-    fn begin_internal(&mut self, part: Part, latch: Latch) {
+    fn begin_internal(&mut self, parts: Vec<Part>, latch: Latch) {
         let tag = self.in_flight.next_tag();
-        let nsid = part.0 as u32 + 1;
-        let mut entry = InFlight::new(Owner::Internal, 0, Kind::Other).at(nsid, 0).of_requests();
+        let mut entry =
+            InFlight::new(Owner::Internal, 0, Kind::Other).at(NSID_ALL, 0).of_requests();
         entry.waiting = Some(latch);
         self.in_flight.insert(tag, entry);
         let Self { multi_step, namespaces, in_flight, budget, .. } = self;
-        if multi_step.begin(
-            MultiStepCommand::new(tag, None, vec![part]),
-            namespaces,
-            in_flight,
-            budget,
-        ) {
+        if multi_step.begin(MultiStepCommand::new(tag, None, parts), namespaces, in_flight, budget)
+        {
             self.end(tag);
         }
     }

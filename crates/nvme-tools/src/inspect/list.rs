@@ -1,13 +1,8 @@
 //! `list`: prints a line for each namespace of the given controllers.
 
 use super::subject::Subject;
-use anyhow::anyhow;
 use serde_json::{Map, Value, json};
 use shadowbell_config::target::{self, Target};
-use shadowbell_control_api::api::Controller;
-use shadowbell_control_api::client::Client;
-use shadowbell_control_api::discovery;
-use shadowbell_process::exit;
 use shadowbell_process::output::Output;
 use shadowbell_process::table::Table;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace};
@@ -18,8 +13,8 @@ use std::process::ExitCode;
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub struct ListArgs {
-    /// Controllers to list (default: those of all running servers)
-    #[arg(value_name = "TARGET")]
+    /// Controllers to list
+    #[arg(value_name = "TARGET", required = true)]
     pub targets: Vec<Target>,
     #[command(flatten)]
     pub(crate) output: Output,
@@ -30,8 +25,7 @@ pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let mut devices = Vec::new();
     let mut table =
         Table::new(["Target", "Serial", "Model", "Namespace", "Usage", "Format", "Firmware"]);
-    let served = if args.targets.is_empty() { served()? } else { Vec::new() };
-    for target in args.targets.iter().chain(&served) {
+    for target in &args.targets {
         let subject = Subject::open(target)?;
         let controller = subject.identify_controller()?;
         for (nsid, namespace) in subject.namespaces()? {
@@ -49,20 +43,6 @@ pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
         write!(out, "{table}")?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Controllers of all running servers.
-fn served() -> anyhow::Result<Vec<Target>> {
-    let mut targets = Vec::new();
-    for (_, socket) in discovery::running(&discovery::directory()?) {
-        let controllers: Vec<Controller> = Client::new(&socket).get("/v1/controllers")?;
-        let sockets = controllers.into_iter().map(|controller| controller.socket.into());
-        targets.extend(sockets.map(|socket| Target::VfioUser { socket, nsid: 1 }));
-    }
-    if targets.is_empty() {
-        return Err(exit::not_found(anyhow!("no controller is served here: name a TARGET")));
-    }
-    Ok(targets)
 }
 
 /// Namespace of a controller.

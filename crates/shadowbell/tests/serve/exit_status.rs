@@ -99,7 +99,6 @@ fn what_does_not_exist_has_one_status_in_all_verbs() {
         (&["completions", "no-shell"], bad),
         (&["manual", "/dev/null/x"], may_pass),
         (&["ls", "no-server"], missing),
-        (&["list"], missing),
         (&["status", "no-server"], missing),
         (&["stop", "no-server"], missing),
         (&["explain", "vm0", "--server", "no-server"], missing),
@@ -235,14 +234,8 @@ fn a_server_is_named_alike_in_each_verb() {
             assert_eq!(status, Some(0), "{words:?}: {errors}");
         }
     }
-    for words in [
-        &["status"][..],
-        &["ps"],
-        &["list"],
-        &["nvme", "list"],
-        &["nvme", "id-ctrl", &socket],
-        &["completions", "bash"],
-    ] {
+    for words in [&["status"][..], &["ps"], &["nvme", "id-ctrl", &socket], &["completions", "bash"]]
+    {
         let (status, errors) = run(&at, words);
         assert_eq!(status, Some(0), "{words:?}: {errors}");
     }
