@@ -179,12 +179,13 @@ impl LogThread {
         let mut lines = self.shared.lines.lock();
         lines.is_unlimited = true;
         self.shared.line_added.notify_one();
-        while lines.writing || !lines.waiting.is_empty() || lines.dropped != 0 {
-            if self.shared.written.wait_until(&mut lines, until).timed_out() {
-                return false;
-            }
+        let mut is_late = false;
+        while !is_late && (lines.writing || !lines.waiting.is_empty() || lines.dropped != 0) {
+            is_late = self.shared.written.wait_until(&mut lines, until).timed_out();
         }
-        true
+        // The process continues if this was for an exec that fails.
+        lines.is_unlimited = false;
+        !is_late
     }
 }
 

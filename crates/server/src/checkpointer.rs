@@ -191,12 +191,17 @@ impl WatchedDisks {
     /// Sends all items of the disk with this name. The lock is held meanwhile, so that no item is
     /// sent after its deletion.
     fn send(&self, store: &CheckpointStore, name: &str) {
-        for (key, disk) in &*self.0.lock() {
-            if let Some(disk) = disk.upgrade().filter(|disk| disk.name() == name) {
-                // The error is ignored, because the store has logged it.
-                let _ = put_disk(store, key, &*disk);
-            }
+        let watched = self.0.lock();
+        let disks = watched.iter().filter_map(|(key, disk)| Some((key, disk.upgrade()?)));
+        let disks: Vec<_> = disks.collect();
+        for (key, disk) in disks.iter().filter(|(_, disk)| disk.name() == name) {
+            // The error is ignored, because the store has logged it.
+            let _ = put_disk(store, key, &**disk);
         }
+        let disks: Vec<_> = disks.into_iter().map(|(_, disk)| disk).collect();
+        // The drop of the last reference closes a disk, which may send its items again.
+        drop(watched);
+        drop(disks);
     }
 }
 

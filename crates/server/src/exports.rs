@@ -66,7 +66,7 @@ impl Changes {
             let is_there = self.exports().running.lock().contains_key(&id);
             let is_startable = !is_there && self.disk(&export.disk).is_ok();
             if is_startable && let Err(error) = self.serve_export(export, true) {
-                info!("export {id} is not served: {}", exit::line(&error));
+                warn!("export {id} is not served: {}", exit::line(&error));
             }
         }
     }
@@ -350,6 +350,8 @@ impl Changes {
         let disk = self.disk(&config.disk)?;
         self.check_writers(&config, &disk)?;
         if resumes && !config.read_only && disk.open.disk.may_have_late_writes() {
+            // The clients of a FUSE file get ENOTCONN, instead of a wait without end.
+            self.drop_fuse_device(&config.id);
             return Err(exit::conflict(anyhow!(
                 "the storage of the disk {} may still execute writes of the dead process; add the \
                  export again when it no longer does",

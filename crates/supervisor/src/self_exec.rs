@@ -125,6 +125,8 @@ impl Supervisor {
         worker.is_some_and(|worker| {
             worker.serves_since.is_some()
                 && !(worker.has_unsent() || worker.items.is_open || worker.process.has_ended())
+                // The next program would handle a message again that is still in the socket.
+                && !worker.is_seen
         }) && self.upgrade.is_none()
             && self.leaving.is_empty()
             && !deferred_close::is_waiting()

@@ -113,8 +113,8 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
     }
     // Threads of the supervisor: the main thread, one that closes descriptors of clients, the log
     // thread, and three brokers.
-    let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    assert_eq!(threads, 6);
+    let threads = format!("/proc/{}/task", server.pid());
+    until("six threads", || std::fs::read_dir(&threads).unwrap().count() == 6);
     loads.into_iter().for_each(Load::assert_no_loss);
     let log = server.stderr();
     assert!(!log.contains("have lost") && !log.contains("keeps running the old program"), "{log}");
