@@ -84,7 +84,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
-use upgrade_progress::{Step, add_warnings, answer_to};
+use upgrade_progress::{Step, add_warnings, answer_to, requester};
 use watchdog::Watchdog;
 use worker::{QUEUED, Worker};
 
@@ -382,14 +382,18 @@ impl Supervisor {
                     }
                     // The request of a process that has ended is refused. Otherwise a program that
                     // requests an upgrade and then dies would be started again and again.
-                    to_supervisor::UPGRADE if is_last => {
-                        if let Some(asker) = packet.fd() {
-                            answer_to(asker, answer::NO, "the server process has ended");
+                    to_supervisor::UPGRADE => {
+                        let worker = self.worker.as_ref().map(Worker::pid);
+                        match requester(packet.fd(), worker) {
+                            Some(asker) if is_last => {
+                                answer_to(asker, answer::NO, "the server process has ended");
+                            }
+                            // A server process must not choose a program, so it can only request an
+                            // upgrade to the current one.
+                            asker if !is_last => self.begin_upgrade(None, asker, false, None),
+                            _ => {}
                         }
                     }
-                    // A server process must not choose a program, so it can only request an upgrade
-                    // to the current one.
-                    to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
                     to_supervisor::WARNING => {
                         if let Some(replacement) = &mut self.replacement {
                             add_warnings(&mut replacement.warnings, &packet.text());
