@@ -2,8 +2,9 @@
 
 use super::command_line;
 use super::grants::Permitted;
-use crate::permissions::Permit;
+use crate::permissions::{Permissions, Permit, bytes_of};
 use shadowbell_config::config_file;
+use shadowbell_process::process_env::absolute;
 use shadowbell_process::signals::start_thread;
 use std::ffi::OsString;
 use std::io::{PipeReader, pipe};
@@ -69,8 +70,11 @@ impl ConfigRead {
 /// The file cannot be read.
 pub(super) fn read_config(arguments: &[OsString], permit: Permit) -> anyhow::Result<Config> {
     let file = command_line::config_file(arguments);
-    let config = file.map(|file| config_file::read_text(&file)).transpose()?;
-    let permissions = permit(arguments, config.as_deref());
+    let config = file.as_ref().map(|file| config_file::read_text(file)).transpose()?;
+    let permissions = permit(arguments, config.as_deref()).map(|permissions| {
+        let own = file.into_iter().map(|file| absolute(&file)).chain(std::env::current_exe());
+        Permissions { own_files: own.map(|path| bytes_of(&path)).collect(), ..permissions }
+    });
     let text = config.clone();
     Ok((text, permissions.map(|permissions| Permitted { permissions, config })))
 }

@@ -6,7 +6,7 @@
 //!
 //! An image is identified by a descriptor that the supervisor opened by a granted path, and holds
 //! as long as a server process uses it or a checkpoint contains the disk. A configured path is
-//! resolved once. Other descriptors are compared with the held ones by mount, device and inode;
+//! resolved once, and its image is held until the configuration is read again. Other descriptors are compared with the held ones by mount, device and inode;
 //! their names are never used. Since the inode is held, its number is not reused.
 
 use crate::path_protocol::Made;
@@ -18,6 +18,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::disk_uuids;
 use shadowbell_disk_file::{Access, is_namespace};
 use shadowbell_process::deferred_close;
 use shadowbell_process::process_env::absolute;
@@ -25,6 +26,7 @@ use shadowbell_state::{Bytes, Descriptors, FdRef, StateError};
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
@@ -59,6 +61,17 @@ pub(super) struct Facts {
     sockets: Vec<Made>,
     /// Directories of control sockets that this supervisor has created.
     directories: Vec<Bytes>,
+}
+
+impl Facts {
+    /// True if `image` is the resolution of a configured path. It is held, because the path could
+    /// lead to another file when it is resolved again.
+    fn configures(&self, image: &Image) -> bool {
+        let names = |ours: &Permissions| {
+            ours.access(&image.path).is_some() || ours.image_directories.contains(&image.path)
+        };
+        image.is_current && self.permissions.as_ref().is_some_and(names)
+    }
 }
 
 /// Permissions, and the text of the configuration file that they are from, if there is one.
@@ -179,8 +192,9 @@ impl Grants {
         self.changes += 1;
         let known = self.images.iter().position(|image| image.id == id);
         if known.is_none() && self.images.len() >= MAX_GRANTS {
-            // The oldest image that is in no checkpoint is released.
-            let oldest = self.images.iter().position(|image| !image.is_releasable);
+            // The oldest image that is in no checkpoint and not configured is released.
+            let is_old = |image: &Image| !image.is_releasable && !self.facts.configures(image);
+            let oldest = self.images.iter().position(is_old);
             let oldest = oldest.ok_or_else(|| {
                 io::Error::other(format!("the disks of a server have at most {MAX_GRANTS} images"))
             })?;
@@ -261,12 +275,14 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Releases each image that is unused and in no checkpoint. `stored`: identities of the images
-    /// in all checkpoints.
+    /// Releases each image that is unused, in no checkpoint and not configured. `stored`: identities
+    /// of the images in all checkpoints.
     pub(super) fn release(&mut self, stored: &BTreeSet<Id>) {
-        let (stay, gone): (Vec<_>, _) = std::mem::take(&mut self.images)
-            .into_iter()
-            .partition(|image| !image.is_releasable || stored.contains(&image.id));
+        let (stay, gone): (Vec<_>, _) =
+            std::mem::take(&mut self.images).into_iter().partition(|image| {
+                let is_used = !image.is_releasable || stored.contains(&image.id);
+                is_used || self.facts.configures(image)
+            });
         self.images = stay;
         for image in &mut self.images {
             image.is_releasable |= stored.contains(&image.id);
@@ -372,13 +388,34 @@ impl Location {
     }
 }
 
+/// Refuses the files that the supervisor itself reads or executes, under any name: they may be
+/// below an allowed directory. May block on a hung file system.
+///
+/// # Errors
+/// `file` is such a file.
+pub(super) fn check_foreign(file: BorrowedFd<'_>, permissions: &Permissions) -> io::Result<()> {
+    let about = attributes(file)?;
+    let id = (makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino);
+    let uuids =
+        permissions.state_directory.iter().map(|path| disk_uuids::file_in(&path_of(&path.0)));
+    let mut own = permissions.own_files.iter().map(|path| path_of(&path.0)).chain(uuids);
+    let is_it = |path: PathBuf| path.metadata().is_ok_and(|own| (own.dev(), own.ino()) == id);
+    match own.any(is_it) {
+        true => {
+            Err(io::Error::other("this file belongs to the supervisor, and cannot be an image"))
+        }
+        false => Ok(()),
+    }
+}
+
 /// Error for an image that is not permitted, with the directory that would have to be allowed.
 pub(super) fn refusal(directory: &Path) -> io::Error {
     io::Error::new(
         io::ErrorKind::PermissionDenied,
         format!(
             "the sandbox permits only images that were named at the start or added by `shadowbell \
-             ctl`; restart `serve` with `--allow {}` to permit more",
+             ctl` (backing files by its option `--backing`); restart `serve` with `--allow {}` to \
+             permit more",
             directory.display()
         ),
     )

@@ -5,7 +5,7 @@
 //! The broker also stores the UUIDs of disks. The server process gets UUIDs and no descriptor of
 //! their file, so it can neither change them nor choose one.
 
-use super::grants::{GRANTS, refusal};
+use super::grants::{GRANTS, check_foreign, refusal};
 use crate::permissions;
 use crate::protocol::{Packet, open_broker as requests};
 use rustix::io::Errno;
@@ -74,7 +74,11 @@ fn name(path: &Path) -> io::Result<OwnedFd> {
 /// Returns the held image that is the same file as `file`, and the path in `/proc` by which to open
 /// it.
 fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<OwnedFd>)> {
-    let held = GRANTS.lock().held(file, access)?;
+    let grants = GRANTS.lock();
+    let (held, permissions) = (grants.held(file, access)?, grants.facts.permissions.clone());
+    // The lock is released first, because the file system may hang.
+    drop(grants);
+    permissions.map_or(Ok(()), |permissions| check_foreign(held.as_fd(), &permissions))?;
     Ok((format!("/proc/self/fd/{}", held.as_raw_fd()).into(), held))
 }
 
@@ -224,12 +228,45 @@ mod tests {
         let before = stored();
         let refused = process.ask(requests::UUID, "x".repeat(5000), None);
         assert_eq!((refused.code, stored()), (requests::REFUSED, before));
+        permit(&[], &[&path("state")]);
+        let file = process.name(&path("state/disk-uuids")).unwrap();
+        assert!(process.read(file.as_fd(), "r").unwrap_err().contains("belongs to the supervisor"));
         // A configuration that is read again does not change the directory.
         let state_directory = Some(bytes_of(&path("below")));
         let permissions = Permissions { state_directory, ..Permissions::default() };
         GRANTS.lock().permit(Permitted { permissions, config: None });
         assert_eq!(uuid("/a.img"), one);
         set(None);
+    }
+
+    /// The files that the supervisor itself reads or executes are no images, although they are below
+    /// an allowed directory: the server process would choose its own permissions.
+    #[test]
+    fn the_files_of_the_supervisor_are_no_images() {
+        let (_directory, path) = directory(&["vm.toml", "program", "image"]);
+        permit(&[], &[&path("")]);
+        let own_files = ["vm.toml", "program"].map(|name| bytes_of(&path(name))).to_vec();
+        let permissions = Permissions { own_files, ..Permissions::default() };
+        GRANTS.lock().permit(Permitted { permissions, config: None });
+        std::fs::hard_link(path("vm.toml"), path("link")).unwrap();
+        std::os::unix::fs::symlink("../vm.toml", path("below/link")).unwrap();
+        let process = Asks::new();
+        let refused = |name: &str| {
+            let named = process.name(&path(name)).unwrap();
+            for access in ["r", "w", "x"] {
+                let why = process.read(named.as_fd(), access).unwrap_err();
+                assert!(why.contains("belongs to the supervisor"), "{name}: {why}");
+            }
+            named
+        };
+        let old = ["vm.toml", "program", "link", "below/link"].map(refused);
+        let image = process.name(&path("image")).unwrap();
+        assert_eq!(process.read(image.as_fd(), "w"), Ok(b'i'));
+        // The configuration file is replaced. The old one is an ordinary file then.
+        std::fs::rename(path("image"), path("vm.toml")).unwrap();
+        let why = process.read(image.as_fd(), "w").unwrap_err();
+        assert!(why.contains("belongs to the supervisor"), "{why}");
+        assert_eq!(process.read(old[2].as_fd(), "r"), Ok(b'v'));
     }
 
     #[test]
@@ -428,6 +465,43 @@ mod tests {
         grants.release(&nothing);
         assert!(!is_held(&grants) && grants.known(&path("image")).is_none());
         assert!(grants.location(&path("image")).is_none(), "a release permits nothing");
+    }
+
+    /// The server process cannot make the supervisor resolve a configured path again: neither by the
+    /// end of its uses nor by many other images.
+    #[test]
+    fn a_configured_image_is_held() {
+        shadowbell_process::descriptor_limit::raise();
+        let mut grants = Grants::default();
+        let (_directory, path) = directory(&["image"]);
+        let images = vec![bytes_of(&path("image"))];
+        let permissions = Permissions { images, ..Permissions::default() };
+        grants.permit(Permitted { permissions, config: None });
+        let (location, is_writable) = grants.location(&path("image")).unwrap();
+        let image = location.open().unwrap();
+        grants.hold(&location, o_path(&path("image")), is_writable).unwrap().name().unwrap();
+        std::fs::rename(path("image"), path("kept")).unwrap();
+        write(path("image"), "other").unwrap();
+        let id = |grants: &mut Grants| {
+            grants.known(&path("image")).map(|image| id_of(image.name().unwrap().as_fd()).unwrap())
+        };
+        for number in 0..=MAX_GRANTS {
+            let path = path(&number.to_string());
+            write(&path, "").unwrap();
+            grants.grant(&path, File::open(&path).unwrap().as_fd()).unwrap();
+        }
+        assert_eq!(id(&mut grants), id_of(image.as_fd()).ok());
+        grants.end_uses();
+        grants.release(&BTreeSet::new());
+        assert_eq!(id(&mut grants), id_of(image.as_fd()).ok());
+        // The configuration is read again.
+        let images = vec![bytes_of(&path("image"))];
+        let permissions = Permissions { images, ..Permissions::default() };
+        grants.permit(Permitted { permissions, config: None });
+        grants.end_uses();
+        grants.release(&BTreeSet::new());
+        assert_eq!(id(&mut grants), None);
+        assert!(grants.held(image.as_fd(), Access::Read).is_err());
     }
 
     #[test]

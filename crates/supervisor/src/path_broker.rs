@@ -161,9 +161,10 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
         }
     }
     let at = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
+    let is_configured = permissions.sockets.contains(&bytes_of(&absolute(path)));
     // If the directory does not exist, `bind` reports that.
-    let there = at.parent().map(directory);
-    if there.is_some_and(|there| there.is_ok()) && !permissions.is_for_sockets(&at) {
+    let there = at.parent().map(directory).is_some_and(|there| there.is_ok());
+    if there && !is_configured && !permissions.is_for_sockets(&at) {
         let text = format!("the sandbox permits no socket at {}", path.display());
         return Err(io::Error::other(text).into());
     }
@@ -173,7 +174,6 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
         Kind::Private => (Some(0o600), None),
     };
     let made = |file| Made { path: bytes_of(&absolute(&at)), file: Some(file) };
-    let is_configured = permissions.sockets.contains(&bytes_of(&absolute(path)));
     let replaces = |file| is_configured || own.is_some() || GRANTS.lock().has_created(&made(file));
     let listener = Listener::bind_with(&at, BindOptions { mode, group, replaces: Some(&replaces) });
     let parts = listener.map_err(Failure::Socket)?.into_parts()?;
@@ -228,13 +228,13 @@ mod tests {
         let at = |name: &str| root.join(name);
         let directories =
             ["sockets", "sockets/below", "allowed", "allowed/below", "run", "run/empty"];
-        for name in directories.into_iter().chain(["elsewhere", "elsewhere/empty"]) {
+        for name in directories.into_iter().chain(["elsewhere", "elsewhere/empty", "shared"]) {
             std::fs::create_dir(at(name)).unwrap();
         }
         std::os::unix::fs::symlink(at("elsewhere"), at("sockets/link")).unwrap();
         std::fs::write(at("sockets/file"), "a disk").unwrap();
         let permissions = Permissions {
-            sockets: vec![bytes_of(&at("sockets/configured"))],
+            sockets: ["sockets/configured", "shared/own"].map(|name| bytes_of(&at(name))).to_vec(),
             socket_directories: vec![bytes_of(&at("sockets"))],
             socket_trees: vec![bytes_of(&at("allowed"))],
             ..Permissions::default()
@@ -254,6 +254,9 @@ mod tests {
             assert_eq!(answer.code, REFUSED, "{refused}: {}", answer.text());
         }
         assert_eq!(process.listen(Kind::Plain, &at("allowed/below/a")).code, DONE);
+        // A configured path needs no permitted directory, and permits no other path in its own.
+        assert_eq!(process.listen(Kind::Plain, &at("shared/own")).code, DONE);
+        assert_eq!(process.listen(Kind::Plain, &at("shared/other")).code, REFUSED);
         let answer = process.listen(Kind::Plain, &at("sockets/file"));
         assert_eq!(answer.code, NO_SOCKET, "{}", answer.text());
         let answer = process.listen(Kind::Controller, &path);

@@ -23,8 +23,11 @@ pub struct Permissions {
     /// Paths of images that are only opened for reading.
     pub read_only_images: Vec<Bytes>,
     /// Paths of directories and files. Each of these files, and all files below these directories,
-    /// are permitted as images.
+    /// are permitted as images, except `own_files` and the file with the UUIDs of disks.
     pub image_directories: Vec<Bytes>,
+    /// Paths of the configuration file and of the program.
+    #[serde(default)]
+    pub own_files: Vec<Bytes>,
     /// Paths of sockets. A socket file that a dead server left at one of these paths is replaced.
     pub sockets: Vec<Bytes>,
     /// Directories in which sockets may be created, but not in their subdirectories.
@@ -61,6 +64,7 @@ impl Permissions {
             (&mut self.images, other.images),
             (&mut self.read_only_images, other.read_only_images),
             (&mut self.image_directories, other.image_directories),
+            (&mut self.own_files, other.own_files),
             (&mut self.sockets, other.sockets),
             (&mut self.socket_directories, other.socket_directories),
             (&mut self.socket_trees, other.socket_trees),

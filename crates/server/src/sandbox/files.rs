@@ -97,6 +97,14 @@ pub(crate) fn permissions(
     // If a socket path is a directory, the socket is created in it, as in SPDK.
     let directories =
         sockets().map(|socket| if socket.is_dir() { socket } else { directory_of(&socket) });
+    // An allowed directory below that of a socket takes its place: several servers, such as the
+    // instances of the packaged unit, have sockets in one directory.
+    let allow: Vec<_> = config.allow.iter().map(|path| process_env::absolute(path)).collect();
+    let is_narrowed = |directory: &Path| {
+        let directory = process_env::absolute(directory);
+        allow.iter().any(|path| *path != directory && path.starts_with(&directory))
+    };
+    let directories = directories.filter(|directory| !is_narrowed(directory));
     let control = config.control.path.is_none().then(socket_path::directory).flatten();
     let name = config.control.name.as_ref().unwrap_or(&config.default_name);
     let names = [name.clone(), socket_path::name_for(name, std::process::id())];
@@ -106,8 +114,10 @@ pub(crate) fn permissions(
         images: images(false),
         read_only_images: images(true),
         image_directories: all(&mut config.allow.iter().cloned().chain(pools)),
+        // The supervisor adds its files.
+        own_files: Vec::new(),
         sockets: all(&mut sockets()),
-        socket_directories: all(&mut directories.into_iter()),
+        socket_directories: all(&mut { directories }),
         socket_trees: all(&mut config.allow.iter().cloned()),
         control: all(&mut control.into_iter()),
         user: user.map(|user| user.ids(config)),
