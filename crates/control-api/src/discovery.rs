@@ -73,11 +73,30 @@ fn listening_process(socket: &Path) -> Option<u32> {
 /// True if the process `pid` is `listening` or a child of `listening`. Also true if the process
 /// `listening` has ended: it has passed its socket to another process, so `pid` cannot be checked.
 fn is_part(listening: u32, pid: u32) -> bool {
-    let of = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    let is_child = || process_status(pid).as_deref().and_then(parent) == Some(listening);
+    listening == pid || is_child() || process_status(listening).is_none()
+}
+
+/// True if the process `pid`, which a server has reported as its supervisor, can be the one:
+/// it or its child listens at the server's control socket. Also true if the process that listened
+/// has ended.
+#[must_use]
+pub fn is_supervisor(control: &Path, pid: u32) -> bool {
+    listening_process(control).is_some_and(|listening| {
+        let status = process_status(listening);
+        listening == pid || status.is_none() || status.as_deref().and_then(parent) == Some(pid)
+    })
+}
+
+/// Text of `/proc/PID/stat`. `None` if there is no such process.
+fn process_status(pid: u32) -> Option<String> {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()
+}
+
+/// Parent in a [`process_status`].
+fn parent(status: &str) -> Option<u32> {
     // The name in parentheses may contain spaces. The state and the parent follow.
-    let parent = |stat: &str| stat.rsplit_once(')')?.1.split(' ').nth(2)?.parse::<u32>().ok();
-    let is_child = || of(pid).as_deref().and_then(parent) == Some(listening);
-    listening == pid || is_child() || of(listening).is_none()
+    status.rsplit_once(')')?.1.split(' ').nth(2)?.parse().ok()
 }
 
 /// Server that serves `socket`, and the server's description of the controller on this socket. Only
@@ -179,6 +198,11 @@ mod tests {
                 }
             }
         });
+        let control = socket_path::socket(directory.path(), "vm");
+        let own_parent = process_status(own).as_deref().and_then(parent).unwrap();
+        for (pid, expected) in [(own, true), (own_parent, true), (other, own_parent == other)] {
+            assert_eq!(is_supervisor(&control, pid), expected, "{pid}");
+        }
         assert!(with_process(directory.path(), &other.to_string()).is_none());
         assert!(with_process(directory.path(), &own.to_string()).is_some());
     }

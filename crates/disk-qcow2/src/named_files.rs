@@ -27,8 +27,8 @@ pub fn named_files(path: &Path) -> Vec<(PathBuf, bool)> {
 
 fn header_of(path: &Path) -> Option<Header> {
     let kind = std::fs::metadata(path).ok()?.file_type();
-    // The open of a FIFO would block.
-    if kind.is_dir() || kind.is_fifo() {
+    // The open of other files has side effects: it blocks, rewinds a tape or starts a watchdog.
+    if !kind.is_file() && !kind.is_block_device() {
         return None;
     }
     let start = read_start(&File::open(path).ok()?).ok()?;

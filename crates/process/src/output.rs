@@ -3,6 +3,7 @@
 use crate::logging::COMMON;
 use clap::ValueEnum;
 use serde::Serialize;
+use std::borrow::Cow;
 use std::io::{self, Write};
 
 /// Output options of verbs that support JSON: `--json`, or `--output-format` as in nvme-cli and
@@ -86,15 +87,32 @@ pub fn show<T: Serialize>(
     json: bool,
     lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
 ) -> anyhow::Result<()> {
-    let mut out = io::stdout().lock();
+    let mut text = Vec::new();
     if json {
-        serde_json::to_writer_pretty(&mut out, answer).map_err(io::Error::from)?;
-        writeln!(out)?;
+        serde_json::to_writer_pretty(&mut text, answer).map_err(io::Error::from)?;
+        writeln!(text)?;
     } else {
-        lines(&mut out, answer)?;
+        lines(&mut text, answer)?;
     }
+    let mut out = io::stdout().lock();
+    out.write_all(without_control(&String::from_utf8_lossy(&text)).as_bytes())?;
     out.flush()?;
     Ok(())
+}
+
+/// Replaces control characters other than line breaks and tabs by JSON escapes. A server, which may
+/// be compromised, chooses parts of the text, and a terminal executes escape sequences.
+#[must_use]
+pub fn without_control(text: &str) -> Cow<'_, str> {
+    let is_control = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if !text.contains(is_control) {
+        return text.into();
+    }
+    let escaped = text.chars().map(|c| match is_control(c) {
+        true => format!("\\u{:04x}", u32::from(c)),
+        false => c.to_string(),
+    });
+    escaped.collect::<String>().into()
 }
 
 #[cfg(test)]
@@ -128,6 +146,17 @@ mod tests {
         }
         assert!(is_json("x -o binary").unwrap_err().contains("normal, json"));
         assert!(is_json("x --json -o normal").is_err());
+    }
+
+    #[test]
+    fn control_characters_are_not_printed() {
+        let text = "vm\u{1b}]0;title\u{7}\u{9b}2J\r\u{7f}\tx\u{fc}\n";
+        let plain = "vm\\u001b]0;title\\u0007\\u009b2J\\u000d\\u007f\tx\u{fc}\n";
+        assert_eq!(without_control(text), plain);
+        // The escapes are also valid in strings of JSON.
+        let json = serde_json::to_string("\u{9b}2J\u{1b}").unwrap();
+        let back: String = serde_json::from_str(&without_control(&json)).unwrap();
+        assert_eq!(back, "\u{9b}2J\u{1b}");
     }
 
     #[test]

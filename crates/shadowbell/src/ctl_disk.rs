@@ -14,7 +14,7 @@ use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Option of a disk with the policy for errors of its storage.
 const ON_ERROR: &str = "on-error";
@@ -121,10 +121,15 @@ pub(crate) fn is_disk(client: &Client, id: &str) -> anyhow::Result<bool> {
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Result<()> {
+pub(crate) fn disk(
+    client: &Client,
+    verb: &DiskVerb,
+    backing: &[PathBuf],
+    json: bool,
+) -> anyhow::Result<()> {
     let absolute = |source: &str| {
         let source = disk_spec::with_absolute_paths(source);
-        grant(client, std::iter::once(&source[..]));
+        grant(client, std::iter::once(&source[..]), backing);
         source
     };
     let change = |id: &str, change: DiskChange, force: bool| -> anyhow::Result<Vec<Disk>> {
