@@ -18,7 +18,6 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
-use shadowbell_config::disk_uuids;
 use shadowbell_disk_file::{Access, is_namespace};
 use shadowbell_process::deferred_close;
 use shadowbell_process::process_env::absolute;
@@ -67,10 +66,8 @@ impl Facts {
     /// True if `image` is the resolution of a configured path. It is held, because the path could
     /// lead to another file when it is resolved again.
     fn configures(&self, image: &Image) -> bool {
-        let names = |ours: &Permissions| {
-            ours.access(&image.path).is_some() || ours.image_directories.contains(&image.path)
-        };
-        image.is_current && self.permissions.as_ref().is_some_and(names)
+        let permissions = self.permissions.as_ref();
+        image.is_current && permissions.is_some_and(|ours| ours.access(&image.path).is_some())
     }
 }
 
@@ -160,13 +157,7 @@ impl Grants {
         let mut directories = permissions.image_directories.iter().map(|one| path_of(&one.0));
         directories.find_map(|directory| {
             let below = path.strip_prefix(&directory).ok()?.to_owned();
-            let location = match below.as_os_str().is_empty() {
-                // `--allow` may name a file. If it names a directory, `check_kind` refuses the
-                // directory itself as an image.
-                true => Location::Configured(directory),
-                false => Location::Below(directory, below),
-            };
-            Some((location, true))
+            Some((Location::Below(directory, below), true))
         })
     }
 
@@ -204,15 +195,8 @@ impl Grants {
         if known.is_none() {
             let (path, file) = (path.clone(), Arc::new(file));
             let (uses, is_releasable) = (0, false);
-            self.images.push(Image {
-                path,
-                is_current,
-                file,
-                id,
-                is_writable,
-                uses,
-                is_releasable,
-            });
+            let new = Image { path, is_current, file, id, is_writable, uses, is_releasable };
+            self.images.push(new);
         }
         let image = &mut self.images[at];
         image.is_writable |= is_writable;
@@ -396,11 +380,11 @@ impl Location {
 pub(super) fn check_foreign(file: BorrowedFd<'_>, permissions: &Permissions) -> io::Result<()> {
     let about = attributes(file)?;
     let id = (makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino);
-    let uuids =
-        permissions.state_directory.iter().map(|path| disk_uuids::file_in(&path_of(&path.0)));
-    let mut own = permissions.own_files.iter().map(|path| path_of(&path.0)).chain(uuids);
-    let is_it = |path: PathBuf| path.metadata().is_ok_and(|own| (own.dev(), own.ino()) == id);
-    match own.any(is_it) {
+    let is_it = |path: &Bytes| {
+        let own = path_of(&path.0).metadata();
+        own.is_ok_and(|own| (own.dev(), own.ino()) == id)
+    };
+    match permissions.own_files.iter().any(is_it) {
         true => {
             Err(io::Error::other("this file belongs to the supervisor, and cannot be an image"))
         }

@@ -383,15 +383,13 @@ impl Supervisor {
                     // The request of a process that has ended is refused. Otherwise a program that
                     // requests an upgrade and then dies would be started again and again.
                     to_supervisor::UPGRADE => {
-                        let worker = self.worker.as_ref().map(Worker::pid);
-                        match requester(packet.fd(), worker) {
-                            Some(asker) if is_last => {
-                                answer_to(asker, answer::NO, "the server process has ended");
-                            }
+                        let asker = requester(packet.fd(), self.worker.as_ref().map(Worker::pid));
+                        let why = "the server process has ended";
+                        match is_last {
+                            true => asker.into_iter().for_each(|to| answer_to(to, answer::NO, why)),
                             // A server process must not choose a program, so it can only request an
                             // upgrade to the current one.
-                            asker if !is_last => self.begin_upgrade(None, asker, false, None),
-                            _ => {}
+                            false => self.begin_upgrade(None, asker, false, None),
                         }
                     }
                     to_supervisor::WARNING => {

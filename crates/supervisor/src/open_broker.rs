@@ -5,6 +5,7 @@
 //! The broker also stores the UUIDs of disks. The server process gets UUIDs and no descriptor of
 //! their file, so it can neither change them nor choose one.
 
+use super::broker::failure;
 use super::grants::{GRANTS, check_foreign, refusal};
 use crate::permissions;
 use crate::protocol::{Packet, open_broker as requests};
@@ -22,10 +23,7 @@ use std::sync::Arc;
 pub(super) fn answer(packet: &Packet) -> (u8, Vec<u8>, Vec<OwnedFd>) {
     match outcome(packet) {
         Ok((body, fds)) => (requests::OPENED, body, fds),
-        Err(error) => match error.raw_os_error() {
-            Some(errno) => (requests::ERRNO, errno.to_string().into(), Vec::new()),
-            None => (requests::REFUSED, error.to_string().into(), Vec::new()),
-        },
+        Err(error) => failure(&error, requests::ERRNO, requests::REFUSED),
     }
 }
 
@@ -228,9 +226,6 @@ mod tests {
         let before = stored();
         let refused = process.ask(requests::UUID, "x".repeat(5000), None);
         assert_eq!((refused.code, stored()), (requests::REFUSED, before));
-        permit(&[], &[&path("state")]);
-        let file = process.name(&path("state/disk-uuids")).unwrap();
-        assert!(process.read(file.as_fd(), "r").unwrap_err().contains("belongs to the supervisor"));
         // A configuration that is read again does not change the directory.
         let state_directory = Some(bytes_of(&path("below")));
         let permissions = Permissions { state_directory, ..Permissions::default() };

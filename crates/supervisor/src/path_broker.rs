@@ -6,6 +6,7 @@
 //! read nor write other files through the broker, and can replace a socket of another program only
 //! if that program has ended and the configuration names the path.
 
+use super::broker::failure;
 use super::grants::GRANTS;
 use crate::path_protocol::{
     DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE, REMOVE_DIRECTORY,
@@ -49,19 +50,8 @@ pub(super) fn become_user() -> io::Result<()> {
     Ok(set_thread_res_uid(ours, uid, ours)?)
 }
 
-/// Descriptors and body of an answer.
-type Outcome = Result<(Vec<OwnedFd>, Vec<u8>), Failure>;
-
-enum Failure {
-    System(io::Error),
-    Socket(BindError),
-}
-
-impl<E: Into<io::Error>> From<E> for Failure {
-    fn from(error: E) -> Self {
-        Self::System(error.into())
-    }
-}
+/// Descriptors and body of an answer. The error may contain a [`BindError`].
+type Outcome = io::Result<(Vec<OwnedFd>, Vec<u8>)>;
 
 /// Answer to a request: type, body and descriptors. `None`: the request has no answer.
 pub(super) type Answer = Option<(u8, Vec<u8>, Vec<OwnedFd>)>;
@@ -71,10 +61,9 @@ pub(super) fn answer(packet: &Packet) -> Answer {
     let is_answered = packet.code != REMOVE_UNANSWERED;
     let answer = match outcome(packet) {
         Ok((fds, body)) => (DONE, body, fds),
-        Err(Failure::Socket(why)) => (NO_SOCKET, json(&why), Vec::new()),
-        Err(Failure::System(error)) => match error.raw_os_error() {
-            Some(errno) => (ERRNO, errno.to_string().into(), Vec::new()),
-            None => (REFUSED, error.to_string().into(), Vec::new()),
+        Err(error) => match error.downcast::<BindError>() {
+            Ok(why) => (NO_SOCKET, json(&why), Vec::new()),
+            Err(error) => failure(&error, ERRNO, REFUSED),
         },
     };
     is_answered.then_some(answer)
@@ -155,7 +144,11 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
         match DirBuilder::new().mode(0o700).create(own) {
             Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
                 let what = "created".into();
-                return Err(Failure::Socket(BindError::System { path: path.into(), what, source }));
+                return Err(io::Error::other(BindError::System {
+                    path: path.into(),
+                    what,
+                    source,
+                }));
             }
             _ => {}
         }
@@ -166,7 +159,7 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
     let there = at.parent().map(directory).is_some_and(|there| there.is_ok());
     if there && !is_configured && !permissions.is_for_sockets(&at) {
         let text = format!("the sandbox permits no socket at {}", path.display());
-        return Err(io::Error::other(text).into());
+        return Err(io::Error::other(text));
     }
     let (mode, group) = match kind {
         Kind::Plain => (None, None),
@@ -176,7 +169,7 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
     let made = |file| Made { path: bytes_of(&absolute(&at)), file: Some(file) };
     let replaces = |file| is_configured || own.is_some() || GRANTS.lock().has_created(&made(file));
     let listener = Listener::bind_with(&at, BindOptions { mode, group, replaces: Some(&replaces) });
-    let parts = listener.map_err(Failure::Socket)?.into_parts()?;
+    let parts = listener.map_err(io::Error::other)?.into_parts()?;
     let made = Made { path: bytes_of(&parts.path), file: parts.file };
     let answer = json(&made);
     GRANTS.lock().created(made, own.map(bytes_of));

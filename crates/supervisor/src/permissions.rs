@@ -23,9 +23,9 @@ pub struct Permissions {
     /// Paths of images that are only opened for reading.
     pub read_only_images: Vec<Bytes>,
     /// Paths of directories and files. Each of these files, and all files below these directories,
-    /// are permitted as images, except `own_files` and the file with the UUIDs of disks.
+    /// are permitted as images, except `own_files`.
     pub image_directories: Vec<Bytes>,
-    /// Paths of the configuration file and of the program.
+    /// Paths of the configuration file, of the program, and of the file with the UUIDs of disks.
     #[serde(default)]
     pub own_files: Vec<Bytes>,
     /// Paths of sockets. A socket file that a dead server left at one of these paths is replaced.
@@ -51,10 +51,13 @@ pub struct Permissions {
 }
 
 impl Permissions {
-    /// Returns whether an image may be written. `None` if its path is not listed as an image.
+    /// Returns whether an image may be written. `None` if its path is not listed. An allowed path
+    /// may be that of a file.
     pub(super) fn access(&self, path: &Bytes) -> Option<bool> {
-        let is_writable = self.images.contains(path);
-        (is_writable || self.read_only_images.contains(path)).then_some(is_writable)
+        let is_read_only = self.read_only_images.contains(path);
+        let is_allowed = !is_read_only && self.image_directories.contains(path);
+        let is_writable = is_allowed || self.images.contains(path);
+        (is_writable || is_read_only).then_some(is_writable)
     }
 
     /// Adds the paths and addresses of a configuration file that was read again. User, mode, group,

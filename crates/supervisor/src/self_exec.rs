@@ -56,13 +56,11 @@ impl Supervisor {
             Ok(()) if now < pending_exec.until => self.pending_exec = Some(pending_exec),
             Ok(()) => {
                 let limit = LIMIT.as_secs();
-                let why = match pending_exec.step {
-                    Step::Requested(..) => {
-                        format!("the new program did not answer within {limit} s")
-                    }
-                    _ => format!("there was no quiet moment within {limit} s"),
+                let what = match pending_exec.step {
+                    Step::Requested(..) => "the new program did not answer",
+                    _ => "there was no quiet moment",
                 };
-                pending_exec.ends(Some(&why));
+                pending_exec.ends(Some(&format!("{what} within {limit} s")));
             }
             Err(why) => pending_exec.ends(Some(&why)),
         }

@@ -5,7 +5,7 @@ use super::log::log_line;
 use super::worker::Worker;
 use crate::protocol::{self, answer};
 use rustix::net::sockopt::{socket_domain, socket_peercred, socket_type};
-use rustix::net::{AddressFamily, SocketType};
+use rustix::net::{AddressFamily, SocketType, getpeername};
 use serde::{Deserialize, Serialize};
 use shadowbell_process::deferred_close;
 use std::os::fd::OwnedFd;
@@ -104,9 +104,11 @@ pub(super) fn requester(socket: Option<OwnedFd>, worker: Option<u32>) -> Option<
     let socket = socket?;
     let is_packet = socket_domain(&socket) == Ok(AddressFamily::UNIX)
         && socket_type(&socket) == Ok(SocketType::SEQPACKET);
-    let peer = socket_peercred(&socket).map(|peer| peer.pid.as_raw_pid().cast_unsigned());
-    let is_pair = peer.is_ok_and(|pid| pid == std::process::id() || Some(pid) == worker);
-    if is_packet && is_pair {
+    // Only a connected socket has the credentials of a peer.
+    let peer = (is_packet && getpeername(&socket).is_ok()).then(|| socket_peercred(&socket).ok());
+    let pid = peer.flatten().map(|peer| peer.pid.as_raw_pid().cast_unsigned());
+    let is_pair = pid == Some(std::process::id()) || (pid.is_some() && pid == worker);
+    if is_pair {
         return Some(socket);
     }
     deferred_close::close([socket]);
@@ -136,7 +138,10 @@ mod tests {
         let (stream, _end) = UnixStream::pair().unwrap();
         let (datagram, _end) = UnixDatagram::pair().unwrap();
         let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        for other in [pipe.into(), stream.into(), datagram.into(), OwnedFd::from(tcp)] {
+        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+        let unconnected = rustix::net::socket(family, kind, None).unwrap();
+        let others = [pipe.into(), stream.into(), datagram.into(), tcp.into(), unconnected];
+        for other in others {
             assert!(requester(Some(other), None).is_none());
         }
     }
