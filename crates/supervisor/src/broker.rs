@@ -111,15 +111,6 @@ fn connect(spawn: Spawn) -> (u8, Vec<u8>, Vec<OwnedFd>) {
     }
 }
 
-/// Answer to a request that has failed: type `system` with the error number, or `refused` with the
-/// reason.
-pub(super) fn failure(error: &io::Error, system: u8, refused: u8) -> (u8, Vec<u8>, Vec<OwnedFd>) {
-    match error.raw_os_error() {
-        Some(errno) => (system, errno.to_string().into(), Vec::new()),
-        None => (refused, error.to_string().into(), Vec::new()),
-    }
-}
-
 impl Broker {
     /// Answers the next request. Returns false after the end of the socket.
     fn answers(&self) -> bool {

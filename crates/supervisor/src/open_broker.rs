@@ -5,10 +5,9 @@
 //! The broker also stores the UUIDs of disks. The server process gets UUIDs and no descriptor of
 //! their file, so it can neither change them nor choose one.
 
-use super::broker::failure;
 use super::grants::{GRANTS, check_foreign, refusal};
 use crate::permissions;
-use crate::protocol::{Packet, open_broker as requests};
+use crate::protocol::{Packet, failure, open_broker as requests};
 use rustix::io::Errno;
 use shadowbell_config::disk_uuids::Store;
 use shadowbell_disk_file::{Access, identify_namespace, open_image};

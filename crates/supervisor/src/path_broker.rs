@@ -6,14 +6,13 @@
 //! read nor write other files through the broker, and can replace a socket of another program only
 //! if that program has ended and the configuration names the path.
 
-use super::broker::failure;
 use super::grants::GRANTS;
 use crate::path_protocol::{
     DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE, REMOVE_DIRECTORY,
     REMOVE_UNANSWERED, TCP, TRACE,
 };
 use crate::permissions::{Permissions, bytes_of, path_of};
-use crate::protocol::{self, Packet};
+use crate::protocol::{self, Packet, failure};
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};

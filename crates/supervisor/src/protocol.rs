@@ -294,6 +294,15 @@ pub(super) fn while_in_flight(mut send: impl FnMut() -> io::Result<()>) -> io::R
     }
 }
 
+/// Answer to a request that has failed: type `system` with the error number, or `refused` with the
+/// reason.
+pub(super) fn failure(error: &io::Error, system: u8, refused: u8) -> (u8, Vec<u8>, Vec<OwnedFd>) {
+    match error.raw_os_error() {
+        Some(errno) => (system, errno.to_string().into(), Vec::new()),
+        None => (refused, error.to_string().into(), Vec::new()),
+    }
+}
+
 /// Receives a packet; `None` after the end of the connection. Blocks unless `now`.
 ///
 /// # Errors
