@@ -6,8 +6,9 @@
 //!
 //! An image is identified by a descriptor that the supervisor opened by a granted path, and holds
 //! as long as a server process uses it or a checkpoint contains the disk. A configured path is
-//! resolved once, and its image is held until the configuration is read again. Other descriptors are compared with the held ones by mount, device and inode;
-//! their names are never used. Since the inode is held, its number is not reused.
+//! resolved once, and its image is held until the configuration is read again. Other descriptors
+//! are compared with the held ones by mount, device and inode; their names are never used. Since
+//! the inode is held, its number is not reused.
 
 use crate::path_protocol::Made;
 use crate::permissions::{Permissions, bytes_of, path_of};
@@ -259,8 +260,8 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Releases each image that is unused, in no checkpoint and not configured. `stored`: identities
-    /// of the images in all checkpoints.
+    /// Releases each image that is unused, in no checkpoint and not configured. `stored`:
+    /// identities of the images in all checkpoints.
     pub(super) fn release(&mut self, stored: &BTreeSet<Id>) {
         let (stay, gone): (Vec<_>, _) =
             std::mem::take(&mut self.images).into_iter().partition(|image| {

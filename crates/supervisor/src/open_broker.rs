@@ -233,8 +233,8 @@ mod tests {
         set(None);
     }
 
-    /// The files that the supervisor itself reads or executes are no images, although they are below
-    /// an allowed directory: the server process would choose its own permissions.
+    /// The files that the supervisor itself reads or executes are no images, although they are
+    /// below an allowed directory: the server process would choose its own permissions.
     #[test]
     fn the_files_of_the_supervisor_are_no_images() {
         let (_directory, path) = directory(&["vm.toml", "program", "image"]);
@@ -461,8 +461,8 @@ mod tests {
         assert!(grants.location(&path("image")).is_none(), "a release permits nothing");
     }
 
-    /// The server process cannot make the supervisor resolve a configured path again: neither by the
-    /// end of its uses nor by many other images.
+    /// The server process cannot make the supervisor resolve a configured path again: neither by
+    /// the end of its uses nor by many other images.
     #[test]
     fn a_configured_image_is_held() {
         shadowbell_process::descriptor_limit::raise();
