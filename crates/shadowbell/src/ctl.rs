@@ -9,8 +9,9 @@ use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_paths::controller_path;
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
-use crate::grant::{grant, supervisor_of};
+use crate::grant::{NamedFiles, grant, supervisor_of};
 use crate::ls;
+use crate::text_diff::difference;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
@@ -48,10 +49,8 @@ pub(crate) struct Args {
     /// [default: the only running server]
     #[arg(short, long, global = true, value_name = "SERVER", help_heading = COMMON)]
     server: Option<String>,
-    /// Backing file or data file that the server may open because a qcow2 image with
-    /// `allow-backing=on` names it (repeatable); not needed below a directory of `serve --allow`
-    #[arg(long, global = true, value_name = "FILE", help_heading = COMMON)]
-    backing: Vec<PathBuf>,
+    #[command(flatten)]
+    named: NamedFiles,
     #[command(flatten)]
     output: Output,
     #[command(subcommand)]
@@ -353,7 +352,7 @@ pub(crate) fn status(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     if server.is_none() && discovery::running(&discovery::directory()?).len() != 1 {
         return ls::run(&ls::Args::all(output));
     }
-    run(&Args { server, backing: Vec::new(), output, what: Verb::Status })
+    run(&Args { server, named: NamedFiles::default(), output, what: Verb::Status })
 }
 
 /// Explain why a guest is slow or hangs, in three sentences with figures
@@ -377,7 +376,7 @@ pub(crate) struct ExplainArgs {
 /// The server or the controller is not found.
 pub(crate) fn explain_controller(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
     let ExplainArgs { controller, server, output } = args.clone();
-    run(&Args { server, backing: Vec::new(), output, what: Verb::Explain { controller } })
+    run(&Args { server, named: NamedFiles::default(), output, what: Verb::Explain { controller } })
 }
 
 /// Stop a server, as SIGTERM does
@@ -399,7 +398,7 @@ pub(crate) struct StopArgs {
 /// The server is not found, or has clients.
 pub(crate) fn stop(args: &StopArgs) -> anyhow::Result<ExitCode> {
     let StopArgs { server, force, output } = args.clone();
-    run(&Args { server, backing: Vec::new(), output, what: Verb::Shutdown { force } })
+    run(&Args { server, named: NamedFiles::default(), output, what: Verb::Shutdown { force } })
 }
 
 /// Runs the verb.
@@ -412,7 +411,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Verb::Explain { controller } => server_of(server, controller.as_deref())?,
         _ => discovery::server(server)?,
     };
-    let (json, backing) = (args.output.is_json(), &args.backing[..]);
+    let (json, named) = (args.output.is_json(), &args.named);
+    let has_disks = matches!(
+        args.what,
+        Verb::Controller(_) | Verb::Apply { .. } | Verb::Namespace(_) | Verb::Disk(_)
+    );
+    if !has_disks && !named.is_empty() {
+        return Err(bad_input(anyhow!(
+            "--backing and --data-file belong to verbs that open disks"
+        )));
+    }
     match &args.what {
         Verb::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
             status_lines(out, status)
@@ -424,17 +432,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let found: Controller = client.get(&controller_path(id))?;
             show(&vec![found], json, controllers)
         }
-        Verb::Controller(change) => change_controllers(&client, change, backing, json),
-        Verb::Apply { file, dry_run, force } => {
-            apply(&client, file, *dry_run, *force, backing, json)
-        }
+        Verb::Controller(change) => change_controllers(&client, change, named, json),
+        Verb::Apply { file, dry_run, force } => apply(&client, file, *dry_run, *force, named, json),
         Verb::Explain { controller } => explain(&client, controller.as_deref(), json),
         Verb::Namespaces => {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
-        Verb::Namespace(verb) => change_namespace(&client, verb, backing, json),
+        Verb::Namespace(verb) => change_namespace(&client, verb, named, json),
         Verb::Export(verb) => export(&client, verb, json),
-        Verb::Disk(verb) => disk(&client, verb, backing, json),
+        Verb::Disk(verb) => disk(&client, verb, named, json),
         Verb::Limit(args) => limit(&client, args, json),
         Verb::LimitGroup(verb) => limit_group(&client, verb, json),
         Verb::SaveConfig { file, force } => save_config(&client, file, *force, json),
@@ -591,7 +597,7 @@ fn stats(client: &Client, json: bool) -> anyhow::Result<()> {
 fn change_controllers(
     client: &Client,
     change: &ControllerVerb,
-    backing: &[PathBuf],
+    named: &NamedFiles,
     json: bool,
 ) -> anyhow::Result<()> {
     match change {
@@ -629,7 +635,8 @@ fn change_controllers(
                 read_only: *read_only,
                 worker: worker.clone(),
             };
-            grant(client, spec.disks.iter().map(|disk| &disk.disk[..]), backing);
+            let disks = spec.disks.iter().map(|disk| &disk.disk[..]);
+            grant(client, disks, [Path::new(&spec.socket)].into_iter(), named)?;
             let path = format!("/v1/controllers/{}", part(id));
             let added: Controller = client.send(&Method::PUT, &path, &spec)?;
             show(&vec![added], json, controllers)
@@ -640,7 +647,7 @@ fn change_controllers(
 fn change_namespace(
     client: &Client,
     verb: &NamespaceVerb,
-    backing: &[PathBuf],
+    named: &NamedFiles,
     json: bool,
 ) -> anyhow::Result<()> {
     let path = |which: &NamespaceArg| {
@@ -656,7 +663,7 @@ fn change_namespace(
                 true => disk_spec::with_option(&disk, "read-only", "on"),
                 false => disk,
             };
-            grant(client, std::iter::once(&disk[..]), backing);
+            grant(client, [&disk[..]].into_iter(), std::iter::empty(), named)?;
             let spec = NamespaceSpec { disk, uuid: uuid.clone(), share: *share };
             client.send(&Method::PUT, &path(which), &spec)
         }
@@ -734,21 +741,9 @@ fn limit_group(client: &Client, verb: &LimitGroupVerb, json: bool) -> anyhow::Re
 /// First line of the files of `save-config`.
 const SAVED: &str = "# Written by `shadowbell ctl save-config`, which replaces this file.";
 
-/// Lines that only one of two texts has.
-fn difference(before: &str, after: &str) -> String {
-    let only = |sign: char, one: &str, other: &str| -> String {
-        let lines = one.lines().filter(|line| !other.lines().any(|known| known == *line));
-        lines.map(|line| format!("{sign} {line}\n")).collect()
-    };
-    match only('-', before, after) + &only('+', after, before) {
-        none if none.is_empty() => "* the order of the lines".to_owned(),
-        lines => lines.trim_end().to_owned(),
-    }
-}
-
 /// Writes the configuration to a file. The server process may be compromised, and a supervisor
-/// grants what its configuration file names, so a file is changed only after the caller has seen
-/// the difference.
+/// grants what its configuration file names, so the difference to an existing file is shown, also
+/// when it is written: the server may give another text than in an earlier call.
 fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow::Result<()> {
     let answer: Configuration = client.get("/v1/config")?;
     if file == Path::new("-") {
@@ -762,16 +757,22 @@ fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow:
         }
     };
     let text = format!("{SAVED}\n\n{}", answer.toml);
-    if !before.is_empty() && before != text.as_bytes() && !force {
+    let changes = (!before.is_empty() && before != text.as_bytes())
+        .then(|| difference(&String::from_utf8_lossy(&before), &text));
+    if let Some(changes) = changes.as_ref().filter(|_| !force) {
         return Err(needs_force(anyhow!(
             "nothing was changed: {} has other lines, which would be lost; name another file, or \
-             check the difference and repeat this with --force:\n{}",
+             repeat this with --force and check the difference that it shows:\n{changes}",
             file.display(),
-            difference(&String::from_utf8_lossy(&before), &text)
         )));
     }
     replace(file, |new| Ok(new.write_all(text.as_bytes())?))?;
-    show(&answer, json, |out, _| writeln!(out, "configuration written to {}", file.display()))
+    show(&answer, json, |out, _| {
+        writeln!(out, "configuration written to {}", file.display())?;
+        changes.iter().try_for_each(|changes| {
+            writeln!(out, "check each change before the next start:\n{changes}")
+        })
+    })
 }
 
 fn apply(
@@ -779,7 +780,7 @@ fn apply(
     file: &Path,
     dry_run: bool,
     force: bool,
-    backing: &[PathBuf],
+    named: &NamedFiles,
     json: bool,
 ) -> anyhow::Result<()> {
     let name = file.display().to_string();
@@ -787,7 +788,7 @@ fn apply(
     let toml = toml.with_context(|| name.clone()).map_err(bad_input)?;
     // An invalid file is sent as well: the server reports its errors.
     if let (false, Ok(config)) = (dry_run, parse_config(&toml, &name)) {
-        grant(client, config.disk_specs(), backing);
+        grant(client, config.disk_specs(), config.sockets(), named)?;
     }
     let wanted = Apply { toml, file: name, dry_run, force };
     let plan: Plan = client.send(&Method::POST, "/v1/apply", &wanted)?;

@@ -1,6 +1,6 @@
 //! `shadowbell ctl disk`: lists, adds, changes and removes the disks of a server.
 
-use crate::grant::grant;
+use crate::grant::{NamedFiles, grant};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
@@ -14,7 +14,7 @@ use shadowbell_process::output::show;
 use shadowbell_process::table::Table;
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Option of a disk with the policy for errors of its storage.
 const ON_ERROR: &str = "on-error";
@@ -124,13 +124,13 @@ pub(crate) fn is_disk(client: &Client, id: &str) -> anyhow::Result<bool> {
 pub(crate) fn disk(
     client: &Client,
     verb: &DiskVerb,
-    backing: &[PathBuf],
+    named: &NamedFiles,
     json: bool,
 ) -> anyhow::Result<()> {
-    let absolute = |source: &str| {
+    let absolute = |source: &str| -> anyhow::Result<String> {
         let source = disk_spec::with_absolute_paths(source);
-        grant(client, std::iter::once(&source[..]), backing);
-        source
+        grant(client, [&source[..]].into_iter(), std::iter::empty(), named)?;
+        Ok(source)
     };
     let change = |id: &str, change: DiskChange, force: bool| -> anyhow::Result<Vec<Disk>> {
         Ok(vec![client.send(&Method::PATCH, &forced(&disk_path(id), force), &change)?])
@@ -156,7 +156,7 @@ pub(crate) fn disk(
                 true => disk_spec::with_option(source, "read-only", "on"),
                 false => source.clone(),
             };
-            let source = DiskSource { source: absolute(&source) };
+            let source = DiskSource { source: absolute(&source)? };
             vec![client.send(&Method::PUT, &disk_path(id), &source)?]
         }
         DiskVerb::Remove { disk } => {
@@ -168,7 +168,7 @@ pub(crate) fn disk(
         }
         DiskVerb::Replace { disk, source, force } => {
             let before: Disk = client.get(&disk_path(disk))?;
-            let new = absolute(source);
+            let new = absolute(source)?;
             let source = Some(new.clone());
             let now = change(disk, DiskChange { source, ..DiskChange::default() }, *force)?;
             return show(&now, json, |out, now| {

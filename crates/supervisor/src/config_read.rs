@@ -2,9 +2,8 @@
 
 use super::command_line;
 use super::grants::Permitted;
-use crate::permissions::{Permissions, Permit, bytes_of, path_of};
-use shadowbell_config::{config_file, disk_uuids};
-use shadowbell_process::process_env::absolute;
+use crate::permissions::Permit;
+use shadowbell_config::config_file;
 use shadowbell_process::signals::start_thread;
 use std::ffi::OsString;
 use std::io::{PipeReader, pipe};
@@ -71,33 +70,7 @@ impl ConfigRead {
 pub(super) fn read_config(arguments: &[OsString], permit: Permit) -> anyhow::Result<Config> {
     let file = command_line::config_file(arguments);
     let config = file.as_ref().map(|file| config_file::read_text(file)).transpose()?;
-    let permissions = permit(arguments, config.as_deref()).map(|permissions| {
-        let uuids = permissions.state_directory.as_ref();
-        let uuids = uuids.map(|directory| disk_uuids::file_in(&path_of(&directory.0)));
-        let own = file.as_deref().map(absolute).into_iter();
-        let own = own.chain(uuids).chain(std::env::current_exe());
-        Permissions { own_files: own.map(|path| bytes_of(&path)).collect(), ..permissions }
-    });
+    let permissions = permit(arguments, config.as_deref());
     let text = config.clone();
     Ok((text, permissions.map(|permissions| Permitted { permissions, config })))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn permit(_: &[OsString], _: Option<&str>) -> anyhow::Result<Permissions> {
-        let state_directory = Some(bytes_of("/state".as_ref()));
-        Ok(Permissions { state_directory, ..Permissions::default() })
-    }
-
-    #[test]
-    fn the_supervisor_reserves_the_files_that_it_reads_or_executes() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let arguments =
-            ["shadowbell".into(), "serve".into(), "--config".into(), file.path().into()];
-        let (_, permitted) = read_config(&arguments, permit).unwrap();
-        let own = [file.path(), "/state/disk-uuids".as_ref(), &std::env::current_exe().unwrap()];
-        assert_eq!(permitted.unwrap().permissions.own_files, own.map(bytes_of));
-    }
 }

@@ -74,6 +74,7 @@ use permissions::Permit;
 use protocol::{START, answer, question, to_supervisor, to_worker};
 use restart_policy::RestartPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_process::process_env::absolute;
 use shadowbell_process::signals::{Caught, Meanings};
 use shadowbell_process::{deferred_close, descriptor_limit, exit, notify};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
@@ -132,12 +133,15 @@ impl Supervisor {
         let count = others.len() - usize::from(config_file(&arguments).is_none());
         let Meanings { ends, others } = Meanings::new(&others[..count]);
         let signals = Caught::catch(&[&ends[..], &others].concat())?;
+        // `program` is a path and not `/proc/self/exe`, so that a restart uses the file that is
+        // then installed.
+        let program = std::env::current_exe()?;
+        let config = config_file(&arguments).as_deref().map(absolute);
+        GRANTS.lock().own_files = config.into_iter().chain([program.clone()]).collect();
         Ok(Self {
             arguments,
             permit,
-            // `program` is a path and not `/proc/self/exe`, so that a restart uses the file that is
-            // then installed.
-            program: std::env::current_exe()?,
+            program,
             signals,
             ends,
             others,
@@ -492,6 +496,9 @@ impl Supervisor {
                 let path = permissions::path_of(&packet.body);
                 let opened = packet.fds.first().filter(|_| self.is_outside(&client));
                 opened.is_some_and(|opened| GRANTS.lock().grant(&path, opened.as_fd()).is_ok())
+            }
+            question::GRANT_SOCKET => {
+                self.is_outside(&client) && GRANTS.lock().grant_socket(&packet.path())
             }
             question::SERVES => self.sockets.contains(&packet.path()),
             code @ (question::UPGRADE | question::CHECK) => {

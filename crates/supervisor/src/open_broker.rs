@@ -5,7 +5,7 @@
 //! The broker also stores the UUIDs of disks. The server process gets UUIDs and no descriptor of
 //! their file, so it can neither change them nor choose one.
 
-use super::grants::{GRANTS, check_foreign, refusal};
+use super::grants::{GRANTS, Location, check_foreign, refusal, same_file};
 use crate::permissions;
 use crate::protocol::{Packet, failure, open_broker as requests};
 use rustix::io::Errno;
@@ -62,9 +62,15 @@ fn name(path: &Path) -> io::Result<OwnedFd> {
     }
     let location = grants.location(path);
     let (location, is_writable) = location.ok_or_else(|| refusal(path.parent().unwrap_or(path)))?;
+    let is_below = matches!(location, Location::Below(..));
+    let (own, read_only) = (grants.own_files(), grants.unresolved_read_only());
     // The lock is released first, because the file system may hang.
     drop(grants);
     let file = location.open()?;
+    if is_below {
+        check_foreign(file.as_fd(), &own)?;
+    }
+    let is_writable = is_writable && !(is_below && same_file(file.as_fd(), &read_only)?.is_some());
     GRANTS.lock().hold(&location, file, is_writable)?.name()
 }
 
@@ -72,10 +78,13 @@ fn name(path: &Path) -> io::Result<OwnedFd> {
 /// it.
 fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<OwnedFd>)> {
     let grants = GRANTS.lock();
-    let (held, permissions) = (grants.held(file, access)?, grants.facts.permissions.clone());
+    let ((held, is_named), own) = (grants.held(file, access)?, grants.own_files());
     // The lock is released first, because the file system may hang.
     drop(grants);
-    permissions.map_or(Ok(()), |permissions| check_foreign(held.as_fd(), &permissions))?;
+    // A file below an allowed directory may have become an own file since it was named.
+    if !is_named {
+        check_foreign(held.as_fd(), &own)?;
+    }
     Ok((format!("/proc/self/fd/{}", held.as_raw_fd()).into(), held))
 }
 
@@ -239,28 +248,46 @@ mod tests {
     fn the_files_of_the_supervisor_are_no_images() {
         let (_directory, path) = directory(&["vm.toml", "program", "image"]);
         permit(&[], &[&path("")]);
-        let own_files = ["vm.toml", "program"].map(|name| bytes_of(&path(name))).to_vec();
-        let permissions = Permissions { own_files, ..Permissions::default() };
-        GRANTS.lock().permit(Permitted { permissions, config: None });
+        let own_files = ["vm.toml", "program"].map(&path);
+        GRANTS.lock().own_files.extend(own_files);
         std::fs::hard_link(path("vm.toml"), path("link")).unwrap();
         std::os::unix::fs::symlink("../vm.toml", path("below/link")).unwrap();
         let process = Asks::new();
-        let refused = |name: &str| {
-            let named = process.name(&path(name)).unwrap();
-            for access in ["r", "w", "x"] {
-                let why = process.read(named.as_fd(), access).unwrap_err();
-                assert!(why.contains("belongs to the supervisor"), "{name}: {why}");
-            }
-            named
-        };
-        let old = ["vm.toml", "program", "link", "below/link"].map(refused);
+        for name in ["vm.toml", "program", "link", "below/link"] {
+            let why = process.name(&path(name)).unwrap_err();
+            assert!(why.contains("belongs to the supervisor"), "{name}: {why}");
+        }
         let image = process.name(&path("image")).unwrap();
         assert_eq!(process.read(image.as_fd(), "w"), Ok(b'i'));
-        // The configuration file is replaced. The old one is an ordinary file then.
+        // The old configuration file, which is replaced, is an ordinary file.
         std::fs::rename(path("image"), path("vm.toml")).unwrap();
         let why = process.read(image.as_fd(), "w").unwrap_err();
         assert!(why.contains("belongs to the supervisor"), "{why}");
-        assert_eq!(process.read(old[2].as_fd(), "r"), Ok(b'v'));
+        assert_eq!(process.first(&path("link")), Ok(b'v'));
+        // The file that an inaccessible path leads to is unknown.
+        std::os::unix::fs::symlink("loop", path("loop")).unwrap();
+        let own = [path("none"), path("link/none"), path("loop")];
+        assert!(check_foreign(image.as_fd(), &own[..2]).is_ok());
+        assert!(check_foreign(image.as_fd(), &own).is_err());
+    }
+
+    /// An image that is configured read-only stays read-only, although it is below an allowed
+    /// directory and the server process requests it by another path.
+    #[test]
+    fn an_allowed_directory_does_not_make_a_read_only_image_writable() {
+        let (_directory, path) = directory(&["first", "later"]);
+        permit(&[], &[&path("")]);
+        let read_only_images = ["first", "later"].map(|name| bytes_of(&path(name))).to_vec();
+        let permissions = Permissions { read_only_images, ..Permissions::default() };
+        GRANTS.lock().permit(Permitted { permissions, config: None });
+        let process = Asks::new();
+        drop(process.name(&path("later")).unwrap());
+        for name in ["first", "later"] {
+            let named = process.name(&path(&format!("below/../{name}"))).unwrap();
+            assert_eq!(process.read(named.as_fd(), "r"), Ok(name.as_bytes()[0]));
+            let refused = Err(format!("errno {}", libc::EACCES));
+            assert_eq!(process.read(named.as_fd(), "w"), refused, "{name}");
+        }
     }
 
     #[test]
@@ -488,9 +515,8 @@ mod tests {
         grants.end_uses();
         grants.release(&BTreeSet::new());
         assert_eq!(id(&mut grants), id_of(image.as_fd()).ok());
-        // The configuration is read again.
-        let images = vec![bytes_of(&path("image"))];
-        let permissions = Permissions { images, ..Permissions::default() };
+        // The configuration is read again, and does not name the path any more.
+        let permissions = Permissions::default();
         grants.permit(Permitted { permissions, config: None });
         grants.end_uses();
         grants.release(&BTreeSet::new());

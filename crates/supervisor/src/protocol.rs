@@ -201,6 +201,8 @@ pub mod question {
     /// Permits the server process to open the file of the descriptor, with the access of the
     /// descriptor, as the image at this absolute path.
     pub const GRANT: u8 = b'g';
+    /// Permits the server process to create a socket at this absolute path.
+    pub const GRANT_SOCKET: u8 = b'l';
 }
 
 /// Answers of the supervisor.

@@ -213,7 +213,9 @@ fn a_configuration_file_of_an_operator_is_not_replaced_without_force() {
     std::fs::write(&saved, &other).unwrap();
     refused(&server, &["save-config", "saved.toml"], "\n+ [[controller]]");
     assert_eq!(std::fs::read_to_string(&saved).unwrap(), other);
-    assert_eq!(ctl(&server, &["save-config", "saved.toml", "--force"]).0, Some(0));
+    let (status, shown, _) = ctl(&server, &["save-config", "saved.toml", "--force"]);
+    assert_eq!(status, Some(0));
+    assert!(shown.contains("\n- [[x]]\n+ [[controller]]\n"), "{shown}");
     assert_eq!(std::fs::read_to_string(&saved).unwrap(), text);
     let plan = ctl_json(&server, &["apply", "saved.toml", "--dry-run"]);
     assert_eq!((&plan["unchanged"], &plan["later"]), (&json!(1), &json!(false)));
