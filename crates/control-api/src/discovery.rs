@@ -4,6 +4,7 @@ use super::api::{Controller, Status};
 use super::client::Client;
 use anyhow::anyhow;
 use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_config::socket_path;
 use shadowbell_process::exit;
@@ -65,16 +66,24 @@ fn with_process(directory: &Path, pid: &str) -> Option<Client> {
 /// Process that listens at a socket: the supervisor, or the server process if there is none. The
 /// process ID comes from the kernel, because a compromised server may report a wrong one.
 fn listening_process(socket: &Path) -> Option<u32> {
-    let stream = UnixStream::connect(socket).ok()?;
+    // Without waiting for a server that accepts no connections.
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let stream = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).ok()?;
+    connect(&stream, &SocketAddrUnix::new(socket).ok()?).ok()?;
     let pid = socket_peercred(&stream).ok()?.pid.as_raw_pid();
     u32::try_from(pid).ok()
 }
 
-/// True if the process `pid` is `listening` or a child of `listening`. Also true if the process
-/// `listening` has ended: it has passed its socket to another process, so `pid` cannot be checked.
+/// True if the process `pid` is `listening`, or one is the child of the other. Also true if the
+/// process `listening` has ended: it has passed its socket to another process, so `pid` cannot be
+/// checked.
 fn is_part(listening: u32, pid: u32) -> bool {
-    let is_child = || process_status(pid).as_deref().and_then(parent) == Some(listening);
-    listening == pid || is_child() || process_status(listening).is_none()
+    let is_child = |child: Option<&str>, of| child.and_then(parent) == Some(of);
+    let status = process_status(listening);
+    listening == pid
+        || status.is_none()
+        || is_child(status.as_deref(), pid)
+        || is_child(process_status(pid).as_deref(), listening)
 }
 
 /// True if the process `pid`, which a server has reported as its supervisor, can be the one:
@@ -82,10 +91,7 @@ fn is_part(listening: u32, pid: u32) -> bool {
 /// has ended.
 #[must_use]
 pub fn is_supervisor(control: &Path, pid: u32) -> bool {
-    listening_process(control).is_some_and(|listening| {
-        let status = process_status(listening);
-        listening == pid || status.is_none() || status.as_deref().and_then(parent) == Some(pid)
-    })
+    listening_process(control).is_some_and(|listening| is_part(listening, pid))
 }
 
 /// Text of `/proc/PID/stat`. `None` if there is no such process.
