@@ -21,6 +21,7 @@
 
 use crate::buffers::Buffer;
 use crate::locks::RangeGuard;
+use crate::threads::leave;
 use crate::traffic::QueueTraffic;
 use shadowbell_disk::{
     DiskError, DiskInfo, Metadata, MetadataFormat, Op, Queue, Request, Submitted,
@@ -440,6 +441,13 @@ impl Core {
         any || !self.wakers.is_empty()
     }
 
+    /// Takes completions of requests that no future waits for.
+    fn finish_turn(&mut self) {
+        self.turn();
+        self.wakers.clear();
+        self.ended.clear();
+    }
+
     fn ended(&mut self, tag: u32, outcome: Result<(), DiskError>, segments: Segments) {
         let Some(slot) = self.slots.get_mut(tag as usize) else { return };
         let give_back = |mut in_flight: InFlight| {
@@ -534,11 +542,11 @@ impl Core {
     }
 }
 
-/// Number of queues of this process that were dropped before their disk completed all requests.
+/// Number of queues that were dropped and whose disk has not completed all requests.
 static UNFINISHED: AtomicUsize = AtomicUsize::new(0);
 
-/// Number of queues of this process that were dropped before their disk completed all requests. The
-/// disk may still execute these requests as long as the process exists.
+/// Number of queues of this process that were dropped and whose disk has not completed all
+/// requests. The disk may still execute these requests.
 #[must_use]
 pub fn unfinished_queues() -> usize {
     UNFINISHED.load(Ordering::SeqCst)
@@ -546,16 +554,14 @@ pub fn unfinished_queues() -> usize {
 
 impl Drop for Engine {
     /// Waits for the requests in flight, for a limited time. If the disk does not complete them in
-    /// this time, the queue, the buffers and the locks of the ranges are leaked, because the disk
-    /// may still access the data.
+    /// this time, the [thread](crate::threads) has the queue, the buffers and the locks of the
+    /// ranges until their end, because the disk may still access the data.
     fn drop(&mut self) {
         let Some(mut core) = self.core.borrow_mut().take() else { return };
         let began = Instant::now();
         let mut is_cancelled = false;
         while core.pending > 0 {
-            core.turn();
-            core.wakers.clear();
-            core.ended.clear();
+            core.finish_turn();
             if core.pending == 0 {
                 break;
             }
@@ -564,11 +570,23 @@ impl Drop for Engine {
                 tracing::warn!(
                     requests = core.pending,
                     "the storage has not answered requests of a client that is disconnected; later \
-                     writes of the same blocks wait until `shadowbell upgrade` replaces the process"
+                     writes of the same blocks wait for its answers"
                 );
                 UNFINISHED.fetch_add(1, Ordering::SeqCst);
                 core.traffic = Arc::default();
-                std::mem::forget(core);
+                let mut core = Some(core);
+                leave(Box::new(move || {
+                    let is_pending = |core: &mut Core| {
+                        core.finish_turn();
+                        core.pending > 0
+                    };
+                    if core.as_mut().is_some_and(is_pending) {
+                        return false;
+                    }
+                    core = None;
+                    UNFINISHED.fetch_sub(1, Ordering::SeqCst);
+                    true
+                }));
                 return;
             }
             let is_due = waited > CANCELLED / 2 || core.queue.holds_requests();
@@ -585,9 +603,12 @@ mod tests {
     use super::*;
     use crate::buffers::BufferPool;
     use crate::locks::RangeLocks;
+    use crate::threads::QueueThread;
+    use shadowbell_testing::wait;
     use std::future::Future;
     use std::pin::pin;
     use std::rc::Rc;
+    use std::sync::atomic::AtomicBool;
     use std::task::{Context, Poll};
 
     /// A queue that never completes a request.
@@ -608,6 +629,15 @@ mod tests {
 
         fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
             Submitted::Pending
+        }
+    }
+
+    /// Tries to lock the first block.
+    fn acquire(locks: &Arc<RangeLocks>) -> Option<Arc<RangeGuard>> {
+        let mut context = Context::from_waker(Waker::noop());
+        match pin!(locks.acquire(0, 512, false)).poll(&mut context) {
+            Poll::Ready(guard) => Some(Arc::new(guard)),
+            Poll::Pending => None,
         }
     }
 
@@ -642,13 +672,6 @@ mod tests {
         let (info, timeout) = (DiskInfo::new(512, 8), Duration::from_secs(1));
         let engine = Engine::new(Box::new(Mute::default()), &info, timeout, Arc::default());
         let locks = Arc::new(RangeLocks::default());
-        let acquire = |locks: &Arc<RangeLocks>| {
-            let mut context = Context::from_waker(Waker::noop());
-            match pin!(locks.acquire(0, 512, false)).poll(&mut context) {
-                Poll::Ready(guard) => Some(Arc::new(guard)),
-                Poll::Pending => None,
-            }
-        };
         let request = Request { op: Op::Write { fua: false }, offset: 0, len: 512 };
         let data = Data::Buffer(BufferPool::new(1, 512).unwrap().take().unwrap());
         let Begun::Slot(tag) = engine.submit(&request, data, acquire(&locks), Waker::noop()) else {
@@ -665,6 +688,45 @@ mod tests {
         assert!(acquire(&locks).is_none(), "the disk still has the first write");
         // The drop of the engine would wait for the request.
         std::mem::forget(engine);
+    }
+
+    /// A queue that completes its request when the flag is true.
+    struct Slow(Arc<AtomicBool>, Option<(u32, Segments)>);
+
+    impl Queue for Slow {
+        fn submit(&mut self, tag: u32, _: &Request, data: &mut Segments) -> Submitted {
+            self.1 = Some((tag, data.take()));
+            Submitted::Pending
+        }
+
+        fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+            let ended = self.1.take_if(|_| self.0.load(Ordering::SeqCst));
+            ended.into_iter().for_each(|(tag, data)| done(tag, Ok(()), data));
+        }
+    }
+
+    /// The storage answers a write after the client and its queue have ended.
+    #[test]
+    fn the_lock_of_a_write_ends_with_the_write_after_the_drop_of_its_queue() {
+        let (answers, locks) = (Arc::new(AtomicBool::new(false)), Arc::<RangeLocks>::default());
+        let (its_answers, guard) = (Arc::clone(&answers), acquire(&locks));
+        let thread = QueueThread::spawn("queue".to_owned(), move || {
+            let queue = Slow(its_answers, None);
+            let (info, timeout) = (DiskInfo::new(512, 8), Duration::from_secs(1));
+            let engine = Engine::new(Box::new(queue), &info, timeout, Arc::default());
+            let request = Request { op: Op::Write { fua: false }, offset: 0, len: 512 };
+            let data = Data::Buffer(BufferPool::new(1, 512).unwrap().take().unwrap());
+            let Begun::Slot(tag) = engine.submit(&request, data, guard, Waker::noop()) else {
+                panic!("the request has ended");
+            };
+            engine.abandon(tag);
+        });
+        thread.unwrap().join();
+        assert_eq!(unfinished_queues(), 1);
+        assert!(acquire(&locks).is_none(), "the disk still has the write");
+        answers.store(true, Ordering::SeqCst);
+        wait::until("the end of the write", || acquire(&locks).is_some());
+        wait::until("the end of the queue", || unfinished_queues() == 0);
     }
 
     #[test]

@@ -80,6 +80,7 @@ mod queue;
 mod range;
 mod shared;
 mod stream;
+mod threads;
 mod traffic;
 mod waiting;
 
@@ -92,6 +93,7 @@ pub use geometry::Geometry;
 pub use operations::Zeroes;
 pub use options::BlockOptions;
 pub use queue::BlockQueue;
+pub use threads::QueueThread;
 pub use traffic::Traffic;
 pub use waiting::block_on;
 

@@ -9,8 +9,9 @@ use std::str::FromStr;
 /// Explanation of TARGET in the help of verbs.
 pub const HELP: &str = "\
 A TARGET is one of
-  vfio-user:/run/vm0.sock  controller behind a vfio-user socket, namespace 1;
-                           namespace 2 is vfio-user:/run/vm0.sock/2
+  vfio-user:/run/shadowbell/vm0.sock
+                           controller behind a vfio-user socket, namespace 1;
+                           namespace 2 is vfio-user:/run/shadowbell/vm0.sock/2
   local:disk.img           controller in this process over a disk, in the syntax
                            of `serve`: local:mem:1GiB, local:null:1TiB
   disk.img, mem:1GiB       same as local:; the path of a socket means vfio-user:
@@ -53,7 +54,10 @@ impl FromStr for Target {
         if let Some(rest) = text.strip_prefix("vfio-user:") {
             let (socket, nsid) = split_nsid(rest)?;
             if socket.is_empty() {
-                return Err("it lacks a socket; write for example `vfio-user:/run/vm0.sock`".into());
+                return Err(
+                    "it lacks a socket; write for example `vfio-user:/run/shadowbell/vm0.sock`"
+                        .into(),
+                );
             }
             return Ok(Self::VfioUser { socket: socket.into(), nsid });
         }
@@ -63,7 +67,7 @@ impl FromStr for Target {
         }
         let disk = text.strip_prefix("local:").unwrap_or(text);
         if disk.is_empty() {
-            return Err("it is empty; write for example `vfio-user:/run/vm0.sock` or \
+            return Err("it is empty; write for example `vfio-user:/run/shadowbell/vm0.sock` or \
                         `local:mem:1GiB`"
                 .into());
         }

@@ -656,9 +656,9 @@ pub struct Plan {
     /// Changes of controllers that exist before and after, and of limit groups.
     #[serde(default)]
     pub differences: Vec<Difference>,
-    /// True if server-wide settings differ. They take effect at the next upgrade or restart.
+    /// Keys of server-wide settings that differ. They take effect at the next upgrade or restart.
     #[serde(default)]
-    pub later: bool,
+    pub later: Vec<String>,
 }
 
 /// Changed setting of a plan.

@@ -8,6 +8,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_config::socket_path;
 use shadowbell_process::exit;
+use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -36,7 +37,7 @@ fn server_in(directory: Option<PathBuf>, wanted: Option<&str>) -> anyhow::Result
             if Path::new(wanted).exists() {
                 return Ok(at(Path::new(wanted)));
             }
-            let others = names(&running(&directory));
+            let others = names(&directory, &running(&directory));
             return Err(exit::not_found(anyhow!(
                 "there is no server `{wanted}` in {}{others}",
                 directory.display()
@@ -141,12 +142,13 @@ fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
     match &servers[..] {
         [(_, socket)] => Ok(Client::new(socket)),
         [] => Err(exit::not_found(anyhow!(
-            "no running server has its control socket in {}; name one with `--server PATH`",
-            directory.display()
+            "no running server has its control socket in {}{}; name one with `--server PATH`",
+            directory.display(),
+            of_others(directory)
         ))),
         _ => Err(exit::bad_input(anyhow!(
             "several servers are running; choose one with `--server NAME`{}",
-            names(&servers)
+            names(directory, &servers)
         ))),
     }
 }
@@ -158,12 +160,31 @@ fn no_directory() -> anyhow::Error {
     ))
 }
 
-fn names(servers: &[(String, PathBuf)]) -> String {
+fn names(directory: &Path, servers: &[(String, PathBuf)]) -> String {
+    let others = of_others(directory);
     if servers.is_empty() {
-        return "; no server is running there".to_owned();
+        return if others.is_empty() { "; no server is running there".to_owned() } else { others };
     }
     let names: Vec<_> = servers.iter().map(|(name, _)| name.as_str()).collect();
-    format!("; running servers: {}", names.join(", "))
+    format!("; running servers: {}{others}", names.join(", "))
+}
+
+/// Names of servers in `directory` that this user may not query, for an error message. Empty if
+/// there are none.
+pub fn of_others(directory: &Path) -> String {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let is_denied = |socket: PathBuf| {
+        let error = UnixStream::connect(socket).err();
+        error.is_some_and(|error| error.kind() == ErrorKind::PermissionDenied)
+    };
+    let mut names: Vec<_> =
+        names.filter(|name| is_denied(socket_path::socket(directory, name))).collect();
+    names.sort();
+    if names.is_empty() {
+        return String::new();
+    }
+    format!("; servers of other users, which only root and they may query: {}", names.join(", "))
 }
 
 #[cfg(test)]

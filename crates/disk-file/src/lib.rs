@@ -21,8 +21,9 @@ mod uri;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use file::Script;
-pub use file::{Access, BytesQueue, ImageBytes, OpenAttempt, Opener, open_image, open_images_by};
+pub use file::{Access, OpenAttempt, Opener, open_image, open_images_by};
 pub use file::{Aio, Alignment, Direct, FileDisk, FileOptions, Format, ImageFile};
+pub use file::{BytesLock, BytesLocks, BytesQueue, ImageBytes};
 pub use file::{NamespaceFacts, identify_namespace, is_namespace};
 pub use file::{RawCall, RawFile, RawStep, RawTransfer};
 pub use mem::MemDisk;

@@ -38,6 +38,7 @@ const FLUSH: Duration = Duration::from_secs(120);
 pub struct NbdDisk {
     handle: Arc<Handle>,
     info: DiskInfo,
+    may_have_late_writes: bool,
 }
 
 impl NbdDisk {
@@ -83,11 +84,13 @@ impl NbdDisk {
     /// # Errors
     /// [`OpenError`].
     pub fn reopen(spec: &NbdSpec, state: &Value) -> Result<Self, OpenError> {
-        match saved_export(spec, state) {
-            Ok(saved) => Self::succeed(spec, &saved),
+        let (mut disk, has_settled) = match saved_export(spec, state) {
+            Ok(saved) => (Self::succeed(spec, &saved)?, spec.settle.is_some()),
             // The state is invalid, which is the reason why the disk cannot be recovered.
-            Err(_) => Self::open(spec),
-        }
+            Err(_) => (Self::open(spec)?, false),
+        };
+        disk.may_have_late_writes = !disk.info.read_only && !has_settled;
+        Ok(disk)
     }
 
     /// Opens the disk after the death of the process that stored `saved`. Makes the writes that the
@@ -171,7 +174,7 @@ impl NbdDisk {
         let of_thread = Arc::clone(&connections);
         let thread = std::thread::Builder::new().name("sb-nbd".into());
         thread.spawn(move || reconnect::run(&of_thread)).map_err(system)?;
-        Ok(Self { handle: Arc::new(Handle(connections)), info })
+        Ok(Self { handle: Arc::new(Handle(connections)), info, may_have_late_writes: false })
     }
 
     fn connections(&self) -> &Connections {
@@ -263,6 +266,10 @@ impl Disk for NbdDisk {
 
     fn has_lost_writes(&self) -> bool {
         self.connections().shared.unflushed.lock().has_lost_writes
+    }
+
+    fn may_have_late_writes(&self) -> bool {
+        self.may_have_late_writes
     }
 
     fn orphans(&self) -> usize {

@@ -52,7 +52,9 @@
 //!
 //! Two cases are out of reach. If another client writes to the same export, a replay may overwrite
 //! its data with older data. If a server continues the requests of a closed connection, it may
-//! execute an old write after a newer one, because NBD cannot cancel requests.
+//! execute an old write after a newer one, because NBD cannot cancel requests. So if a lost
+//! connection had writes in flight, requests wait for the time `settle` before they are sent again.
+//! Without this option, they are sent again at once.
 //!
 //! # Durability
 //!

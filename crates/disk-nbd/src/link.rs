@@ -451,7 +451,10 @@ impl Link {
             if error == 0 && unflushed.has_lost_writes {
                 error = wire::NbdError::Io as u32;
             }
-            shared.flush_soon(&mut unflushed);
+            // A loss discards the unflushed writes, so no further flush is needed.
+            if !is_lost {
+                shared.flush_soon(&mut unflushed);
+            }
             drop(unflushed);
             if is_lost {
                 shared.set_lost();
@@ -512,6 +515,9 @@ impl Link {
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
         (self.in_flight, self.bytes) = (0, 0);
+        if sent.iter().any(|slot| self.parts.get(*slot).is_some_and(Subrequest::changes)) {
+            shared.writes_lost();
+        }
         // The order is reversed, because each subrequest is put in front of all waiting ones. So
         // the original order is restored.
         for slot in sent.into_iter().rev() {

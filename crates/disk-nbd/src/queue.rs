@@ -194,6 +194,11 @@ impl Queue for NbdQueue {
     fn commit(&mut self) {
         if self.tasks.first_waiting().is_some() {
             self.turn(false);
+            // No reply wakes the I/O thread for requests that end here, for example because the
+            // connection is lost during sending.
+            if !self.ended.is_empty() || self.tasks.has_finished() {
+                self.user.completions.signal();
+            }
         }
     }
 

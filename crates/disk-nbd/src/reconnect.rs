@@ -169,6 +169,11 @@ fn reconnect(connections: &Connections) -> Result<(), Failure> {
         let why = "the server is shutting down".to_owned();
         return Err(Failure { why, max_pause: FIRST_PAUSE });
     }
+    let settle = connections.connector.spec.settle.unwrap_or_default();
+    if let Some(rest) = shared.unsettled(settle) {
+        let why = "the server may still execute writes of the lost connection".to_owned();
+        return Err(Failure { why, max_pause: rest.max(FIRST) });
+    }
     let losses = shared.losses.load(Ordering::SeqCst);
     let (stream, export) = connections.connector.connect(&shared.stop).map_err(|error| {
         // A server that accepts no connection may be shutting down, and may wait until its last

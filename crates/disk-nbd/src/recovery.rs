@@ -9,7 +9,8 @@
 //! write: github.com/ydb-platform/nbs, issue 7070.) So the operator has to configure
 //! `settle=SECONDS`: the maximum time for which this server and its storage may still execute a
 //! received request. After a crash, nothing is sent to the server for that time. Without the
-//! option, the disk cannot be recovered after a crash.
+//! option, the disk cannot be recovered after a crash. The same time applies in a running process
+//! after the loss of a connection with writes in flight.
 //!
 //! No delay is needed for a read-only disk, because late replies to reads change nothing, or after
 //! an upgrade, because the process had received all replies when it quiesced.

@@ -8,6 +8,7 @@ use shadowbell_disk::Orphans;
 use shadowbell_memory::EventFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 pub(crate) struct Shared {
     /// Name of the disk in messages.
@@ -25,6 +26,8 @@ pub(crate) struct Shared {
     is_server_ending: AtomicBool,
     /// Number of lost connections.
     pub(crate) losses: AtomicU64,
+    /// Time of the last loss of a connection with writes in flight.
+    writes_lost_at: Mutex<Option<Instant>>,
     /// Number of connections that replaced lost ones.
     pub(crate) reconnections: AtomicU64,
     /// True if the last write failed for lack of space.
@@ -49,6 +52,7 @@ impl Shared {
             is_recovering: AtomicBool::new(false),
             is_server_ending: AtomicBool::new(false),
             losses: AtomicU64::new(0),
+            writes_lost_at: Mutex::default(),
             reconnections: AtomicU64::new(0),
             is_full: AtomicBool::new(false),
             wake: EventFd::new()?,
@@ -69,6 +73,18 @@ impl Shared {
     pub(crate) fn connection_lost(&self) {
         self.count_loss();
         self.wake.signal();
+    }
+
+    /// Records that writes were in flight on a lost connection. The server may still execute them.
+    pub(crate) fn writes_lost(&self) {
+        *self.writes_lost_at.lock() = Some(Instant::now());
+    }
+
+    /// Returns the rest of the time `settle` for which the server may still execute writes of lost
+    /// connections.
+    pub(crate) fn unsettled(&self, settle: Duration) -> Option<Duration> {
+        let lost_at = (*self.writes_lost_at.lock())?;
+        settle.checked_sub(lost_at.elapsed()).filter(|rest| !rest.is_zero())
     }
 
     fn count_loss(&self) {

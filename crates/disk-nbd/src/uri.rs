@@ -63,7 +63,7 @@ pub(crate) struct Secure {
 /// | `replay` | a size: limit of unflushed writes that are kept, to be replayed to a restarted server; or `off` | `64MiB` |
 /// | `tls-certificates` | a directory with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` if the server authenticates clients; `nbds:` needs it | |
 /// | `tls-hostname` | the name that the server's certificate must be valid for | the host; `localhost` for a UNIX socket |
-/// | `settle` | a time, as `5s` or `1500ms`: how long the server may still execute writes of a dead client; recovery after a crash waits for that time | no recovery |
+/// | `settle` | a time, as `5s` or `1500ms`: how long the server may still execute writes of a closed connection; a reconnection with writes in flight and the recovery after a crash wait for that time | no wait, no recovery |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdSpec {
     pub(crate) server_address: ServerAddress,

@@ -6,7 +6,7 @@ mod common;
 use common::{ALL, Fake};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, ResizeError, Submitted};
 use shadowbell_memory::{DmaSpace, Segments, View};
 use shadowbell_nbd::reply::Head;
@@ -17,6 +17,7 @@ use shadowbell_testing::disks::{
 use shadowbell_testing::wait::until as wait_until;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 const MIB: usize = 1 << 20;
 
@@ -276,6 +277,75 @@ fn a_flush_in_flight_fails_after_a_loss_without_replay() {
     assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Io(5)))]);
     assert_eq!((fake.count(command::FLUSH), fake.cache()[0]), (1, 0));
     assert!(disk.has_lost_writes());
+}
+
+/// The storage of a server reports a lost write once. The automatic flush gets the error, and a
+/// flush of the host, which was in flight at the same time, succeeds.
+#[test]
+fn a_flush_in_flight_fails_with_an_automatic_one() {
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("replay=64KiB&connections=1");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| {
+        manner.holds = Some(is_flush);
+        manner.refused_once = Some((command::FLUSH, NbdError::Io));
+    });
+    // The last write exceeds half of the limit. A further one could wait behind the held flush.
+    for block in 0..8 {
+        write(&mut *queue, block * 4096, &[1; 4096]).unwrap();
+    }
+    wait_until("the automatic flush at the server", || fake.received() == 9);
+    submit(&mut *queue, 1, Op::Flush, 0, 0, Segments::new());
+    fake.change(|manner| manner.holds = None);
+    assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Io(5)))]);
+    assert_eq!(fake.count(command::FLUSH), 2);
+    assert!(disk.has_lost_writes());
+}
+
+/// The server may still execute a write of a lost connection. So it is sent again only after the
+/// time of `settle`. A read is sent again at once.
+#[test]
+fn a_write_in_flight_settles_before_it_is_sent_again() {
+    let bytes = memory(512);
+    for (op, settle) in [(Op::Write { fua: false }, "200ms"), (Op::Read, "3600s")] {
+        let fake = Fake::new(MIB, ALL);
+        let disk = fake.open(&format!("settle={settle}&connections=1"));
+        let mut queue = disk.queue().unwrap();
+        fake.change(|manner| manner.holds = Some(|_| true));
+        submit(&mut *queue, 1, op, 0, 512, segments(&bytes, 0, 512));
+        wait_until("the request at the server", || fake.received() == 1);
+        let since = Instant::now();
+        fake.disconnect(0);
+        wait_until("the next connection", || fake.connections() == 2);
+        // This is only a lower bound.
+        assert!(op == Op::Read || since.elapsed() >= Duration::from_millis(200));
+        fake.change(|manner| manner.holds = None);
+        assert_eq!(wait_completed(&mut *queue), [(1, Ok(()))]);
+    }
+}
+
+/// A flush that waits only for an orphan ends during `commit`, after the orphan has ended. No reply
+/// wakes the I/O thread then.
+#[test]
+fn a_request_that_ends_during_its_commit_signals_the_wake_descriptor() {
+    let fake = Fake::new(MIB, ALL & !transmission::SEND_FLUSH);
+    let disk = fake.open("connections=1");
+    let mut queue = disk.queue().unwrap();
+    let bytes = memory(512);
+    fake.change(|manner| manner.holds = Some(|_| true));
+    submit(&mut *queue, 1, Op::Write { fua: false }, 0, 512, segments(&bytes, 0, 512));
+    wait_until("the write at the server", || fake.received() == 1);
+    queue.cancel(1);
+    assert_eq!(wait_completed(&mut *queue), [(1, Err(DiskError::Cancelled))]);
+    let request = Request { op: Op::Flush, offset: 0, len: 0 };
+    assert_eq!(queue.submit(2, &request, &mut Segments::new()), Submitted::Pending);
+    fake.change(|manner| manner.holds = None);
+    wait_until("the end of the orphan", || disk.orphans() == 0);
+    queue.commit();
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut fds = [PollFd::from_borrowed_fd(queue.wake_fd().unwrap(), PollFlags::IN)];
+    assert_eq!(poll(&mut fds, Some(&at_once)), Ok(1));
+    assert_eq!(wait_completed(&mut *queue), [(2, Ok(()))]);
 }
 
 #[test]

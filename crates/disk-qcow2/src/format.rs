@@ -8,6 +8,7 @@ use crate::snapshot::Snapshot;
 use crate::storage::FileStorage;
 use crate::tables::{CACHE, COPIED, Cache, Cluster, Layout, OFFSET, damaged, for_each_entry};
 use parking_lot::{Mutex, MutexGuard};
+use shadowbell_disk_file::{BytesLock, BytesLocks};
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -34,6 +35,8 @@ pub(crate) struct Format {
     inflated: Mutex<Option<(u64, Arc<Vec<u8>>)>>,
     /// Map of the fast path, if there is one.
     pub(crate) map: OnceLock<Arc<Map>>,
+    /// Range locks of the data, if the disk has a fast path that needs them.
+    pub(crate) locks: OnceLock<BytesLocks>,
 }
 
 /// Tables of an image.
@@ -80,7 +83,17 @@ impl Format {
         let meta = Meta { cache: Cache::new(header.cluster_bits), counts: Refcounts::new(&header) };
         let layout = Layout::new(&header);
         let (meta, inflated) = (Mutex::new(meta), Mutex::default());
-        Self { header, layout, file, data_file, base, meta, inflated, map: OnceLock::new() }
+        Self {
+            header,
+            layout,
+            file,
+            data_file,
+            base,
+            meta,
+            inflated,
+            map: OnceLock::new(),
+            locks: OnceLock::new(),
+        }
     }
 
     /// Divides the size of one cache among the caches of the `count` backing files.
@@ -250,6 +263,12 @@ impl Format {
         runs
     }
 
+    /// Locks a range of the file with the data: other requests of the slow path and of the fast
+    /// path that overlap it wait. So blocks are read and written atomically.
+    pub(crate) fn lock_data(&self, host: u64, len: u64, writes: bool) -> Option<BytesLock> {
+        Some(self.locks.get()?.lock(host, len, writes))
+    }
+
     /// True if the backing file has a byte at this offset.
     fn is_in_base(&self, offset: u64) -> bool {
         match &self.base {
@@ -268,7 +287,10 @@ impl Format {
             for run in self.runs(offset + done as u64, (len - done) as u64) {
                 let piece = &mut into[done..done + run.len as usize];
                 match run.kind {
-                    Kind::Data(host) => self.data().read(piece, host)?,
+                    Kind::Data(host) => {
+                        let _lock = self.lock_data(host, run.len, false);
+                        self.data().read(piece, host)?;
+                    }
                     Kind::Zero => piece.fill(0),
                     Kind::Base => self.read_base(piece, run.offset)?,
                     Kind::Packed(entry) => {

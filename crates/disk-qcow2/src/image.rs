@@ -64,6 +64,9 @@ impl Image {
         if let Some(map) = &map {
             let _ = format.map.set(Arc::clone(map));
         }
+        if let Some(locks) = bytes.as_ref().and_then(ImageBytes::range_locks) {
+            let _ = format.locks.set(locks);
+        }
         Self {
             format,
             check,

@@ -550,3 +550,35 @@ fn requests_wait_for_the_check_of_the_tables() {
         assert_eq!(image.has_lost_writes(), !passes);
     }
 }
+
+/// Requests on the slow path and on the fast path exclude each other, so that blocks are atomic.
+#[test]
+fn the_slow_path_waits_for_requests_of_the_fast_path() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("disk.qcow2");
+    crate::create(&path, SIZE).unwrap();
+    let mut options = FileOptions::default();
+    options.direct = Direct::Off;
+    let image = image_of(open(&path, &options, &mut ByPath).unwrap(), &path);
+    let run = |op| image.run(&Request { op, offset: 0, len: 4096 }, Some(&mut IoBuffer::new(4096)));
+    let write = Op::Write { fua: true };
+    run(write).unwrap();
+    let Some(map) = &image.map else { return skipped("no io_uring here") };
+    let (host, entered) = map.enter(0, 4096, true).unwrap();
+    map.leave(entered);
+    for (op, by_write) in [(Op::Read, true), (write, false), (Op::Compare, true)] {
+        let fast = image.format.locks.get().unwrap().lock(host + 512, 512, by_write);
+        let ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let slow = scope.spawn(|| {
+                let result = run(op);
+                ended.store(true, Ordering::SeqCst);
+                result
+            });
+            wait::short_pause();
+            assert!(!ended.load(Ordering::SeqCst), "{op:?} has not waited");
+            drop(fast);
+            slow.join().unwrap().unwrap();
+        });
+    }
+}

@@ -190,7 +190,11 @@ impl Format {
 
     /// Writes the data of the steps to their locations.
     fn write_data(&self, steps: &[Step], data: &[u8], offset: u64) -> io::Result<()> {
-        let (layout, file) = (&self.layout, self.data());
+        let layout = &self.layout;
+        let write = |data: &[u8], at, reach| {
+            let _lock = self.lock_data(at, data.len() as u64, true);
+            self.data().write(data, at, reach)
+        };
         // Run of adjacent data that is not written yet: its range of `data`, and its offset in the
         // file.
         let mut open: Option<(Range<usize>, u64)> = None;
@@ -208,7 +212,7 @@ impl Format {
                     }
                     _ => {
                         if let Some((range, at)) = open.replace((start..end, place)) {
-                            file.write(&data[range], at, Reach::Cache)?;
+                            write(&data[range], at, Reach::Cache)?;
                         }
                     }
                 }
@@ -219,10 +223,10 @@ impl Format {
             self.read(&mut whole, base + lo)?;
             whole[(step.from - lo) as usize..(step.to - lo) as usize]
                 .copy_from_slice(&data[start..end]);
-            file.write(&whole, step.host + lo, Reach::Storage)?;
+            write(&whole, step.host + lo, Reach::Storage)?;
         }
         match open {
-            Some((range, at)) => file.write(&data[range], at, Reach::Cache),
+            Some((range, at)) => write(&data[range], at, Reach::Cache),
             None => Ok(()),
         }
     }

@@ -78,6 +78,12 @@ pub trait Disk: Any + Send + Sync + fmt::Debug {
         self.inner().is_some_and(|inner| inner.has_lost_writes())
     }
 
+    /// True if the storage may still execute writes of a dead process, because the disk was opened
+    /// after a crash without a fence. Default: false.
+    fn may_have_late_writes(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.may_have_late_writes())
+    }
+
     /// True if the file of the disk was deleted: it exists only as long as the disk is open. Must
     /// not block for long. Default: false.
     fn is_deleted(&self) -> bool {

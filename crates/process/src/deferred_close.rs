@@ -80,6 +80,11 @@ pub fn is_behind() -> bool {
     CLOSER.is_behind()
 }
 
+/// True if a descriptor waits to be closed or is being closed.
+pub fn is_waiting() -> bool {
+    CLOSER.waiting.load(Ordering::Acquire) != 0
+}
+
 impl Closer {
     fn close(&self, fd: OwnedFd) {
         let waiting = self.waiting.fetch_add(1, Ordering::Relaxed);

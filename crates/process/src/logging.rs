@@ -221,6 +221,13 @@ pub fn start_thread() {
     }
 }
 
+/// Queues a line of a process without `tracing`, such as the supervisor, for the log thread. Never
+/// waits for the reader of the log.
+pub fn write_line(line: &str) {
+    let limits = Limits { waiting: QUEUE_BYTES, rate_limit: Some(RATE_LIMIT) };
+    LOG.get_or_init(|| LogThread::new(limits)).line(line.as_bytes());
+}
+
 /// Writes a message on standard error after all queued lines. A blocked reader delays this for
 /// two seconds at most.
 pub fn final_message(text: &str) {
@@ -236,9 +243,14 @@ pub fn final_message(text: &str) {
 
 /// Waits until all queued lines are written, for two seconds at most.
 pub fn finish() {
+    finish_within(FINISH_TIMEOUT);
+}
+
+/// Waits until all queued lines are written, for at most `timeout`.
+pub fn finish_within(timeout: Duration) {
     start_thread();
     if let Some(log) = LOG.get() {
-        let _ = log.finish(FINISH_TIMEOUT);
+        let _ = log.finish(timeout);
     }
 }
 

@@ -23,10 +23,18 @@ pub fn start_thread(
     stack: usize,
     run: impl FnOnce() + Send + 'static,
 ) -> io::Result<()> {
-    let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
-    let _blocked = BlockedSignals::new(&signals)?;
+    let _blocked = block()?;
     let thread = std::thread::Builder::new().name(name.into()).stack_size(stack);
     thread.spawn(run).map(drop)
+}
+
+/// Blocks the signals that a main thread catches, in this thread and in those that it starts, until
+/// the value is dropped.
+///
+/// # Errors
+/// The error of the system call.
+pub fn block() -> io::Result<BlockedSignals> {
+    BlockedSignals::new(&[SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD])
 }
 
 /// Makes a write beyond `ulimit -f` fail, as on a full disk, instead of ending the process.

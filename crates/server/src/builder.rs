@@ -13,7 +13,7 @@ use shadowbell_controller::{Carrier, Config, Controller, RelocateError};
 use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
 use shadowbell_process::exit::{bad_input, unavailable};
-use shadowbell_storage::{disk_kinds, disk_open};
+use shadowbell_storage::disk_kinds;
 use shadowbell_supervisor::path_protocol::Kind;
 use shadowbell_vfio_user::server::{BindError, Listener};
 use std::path::Path;
@@ -78,10 +78,9 @@ pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> Cl
 /// its id.
 pub(super) fn open_one(
     served: &SocketConfig,
-    recoverable: bool,
+    open: impl Fn(&str) -> Result<Arc<dyn Disk>, DiskSpecError>,
     named: impl Fn(Option<&str>) -> Option<anyhow::Result<Arc<dyn Disk>>>,
 ) -> anyhow::Result<Config> {
-    let open = if recoverable { disk_open::open_recoverable } else { disk_open::open };
     let location = served.absolute_socket();
     let location = location.to_string_lossy();
     let config = served.controller.open_by(&location, |nth, spec| {

@@ -38,7 +38,7 @@ use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use tracing::info;
 
 /// Key of the item with the fence descriptor, which shows that all I/O of the process has ended.
@@ -179,6 +179,25 @@ pub(super) struct Checkpointer {
     store: CheckpointStore,
     fence: OwnedFd,
     state: Mutex<State>,
+    watched: Arc<WatchedDisks>,
+}
+
+/// Disks by the keys of their items. Several items may be of one disk, as with the controllers of
+/// a subsystem.
+#[derive(Default)]
+struct WatchedDisks(Mutex<BTreeMap<String, Weak<dyn Disk>>>);
+
+impl WatchedDisks {
+    /// Sends all items of the disk with this name. The lock is held meanwhile, so that no item is
+    /// sent after its deletion.
+    fn send(&self, store: &CheckpointStore, name: &str) {
+        for (key, disk) in &*self.0.lock() {
+            if let Some(disk) = disk.upgrade().filter(|disk| disk.name() == name) {
+                // The error is ignored, because the store has logged it.
+                let _ = put_disk(store, key, &*disk);
+            }
+        }
+    }
 }
 
 #[derive(Default)]
@@ -211,7 +230,7 @@ impl Checkpointer {
     /// The descriptor limit is reached.
     pub(super) fn new(link: &WorkerLink) -> io::Result<Arc<Self>> {
         let (store, fence) = (link.store()?, shadowbell_disk_file::fence()?);
-        Ok(Arc::new(Self { store, fence, state: Mutex::default() }))
+        Ok(Arc::new(Self { store, fence, state: Mutex::default(), watched: Arc::default() }))
     }
 
     /// Sends the items of all controllers; [`complete`](Checkpointer::complete) makes them valid.
@@ -262,7 +281,6 @@ impl Checkpointer {
     pub(super) fn put_others(&self, unattached: &UnattachedDisks, exports: Vec<ExportConfig>) {
         for (id, open) in &*unattached.lock() {
             self.put_unattached(id, &open.spec, &open.disk);
-            self.watch_unattached(id, &open.disk);
         }
         self.set_exports(exports);
     }
@@ -329,8 +347,7 @@ impl Checkpointer {
     /// failed.
     pub(super) fn discard(&self, entry: Option<&ControllerEntry>) {
         let disks = entry.into_iter().flat_map(|entry| &entry.disks);
-        let keys = disks.map(|disk| disk.key.clone());
-        self.delete_old(&keys.collect::<Vec<_>>());
+        disks.for_each(|disk| self.delete_disk(&disk.key));
     }
 
     /// Replaces a pending controller by the recovered one, before the first list is sent.
@@ -398,9 +415,10 @@ impl Checkpointer {
         if self.is_possible() {
             let own = [checkpoint_items::controller(index), checkpoint_items::port(index)];
             let files = self.state.lock().files.remove(&index).unwrap_or_default();
-            for key in own.iter().chain(&files).chain(disks.iter().map(|disk| &disk.key)) {
+            for key in own.iter().chain(&files) {
                 let _ = self.store.delete(key);
             }
+            disks.iter().for_each(|disk| self.delete_disk(&disk.key));
         }
     }
 
@@ -458,7 +476,7 @@ impl Checkpointer {
         drop(state);
         self.publish();
         if self.is_possible() {
-            unused.iter().for_each(|disk| drop(self.store.delete(&disk.key)));
+            unused.iter().for_each(|disk| self.delete_disk(&disk.key));
         }
     }
 
@@ -594,8 +612,7 @@ impl Checkpointer {
     ) -> anyhow::Result<DiskEntry> {
         let nth = self.next_disk();
         let key = format!("disk/{index}.{nth}");
-        put_disk(&self.store, &key, &*config.disk)?;
-        self.watch(&key, &config.disk);
+        self.put_disk(&key, &config.disk)?;
         let info = config.disk.info();
         let DiskConfig { id, disk, share, .. } = disk.clone();
         let (uuid, blocks, read_only) = (config.uuid, info.blocks, info.read_only);
@@ -608,15 +625,23 @@ impl Checkpointer {
         state.disks
     }
 
-    /// Sends the item of a disk again whenever the disk's state changes.
-    fn watch(&self, key: &str, disk: &Arc<dyn Disk>) {
-        let (store, weak, key) = (self.store.clone(), Arc::downgrade(disk), key.to_owned());
-        disk.on_change(Box::new(move || {
-            if let Some(disk) = weak.upgrade() {
-                // The error is ignored, because the store has logged it.
-                let _ = put_disk(&store, &key, &*disk);
-            }
-        }));
+    /// Sends the item of a disk, now and whenever the disk's state changes.
+    fn put_disk(&self, key: &str, disk: &Arc<dyn Disk>) -> anyhow::Result<()> {
+        self.watched.0.lock().insert(key.to_owned(), Arc::downgrade(disk));
+        let (store, watched, name) = (self.store.clone(), Arc::clone(&self.watched), disk.name());
+        // The lock is not held, because a disk may hold a lock of its own during the callback.
+        disk.on_change(Box::new(move || watched.send(&store, &name)));
+        let _watched = self.watched.0.lock();
+        put_disk(&self.store, key, &**disk)
+    }
+
+    /// Deletes the item of a disk.
+    fn delete_disk(&self, key: &str) {
+        self.watched.0.lock().remove(key);
+        if self.is_possible() {
+            // The error is ignored, because the store has logged it.
+            let _ = self.store.delete(key);
+        }
     }
 
     /// Sends the item of a disk that no controller has. An earlier item of the disk is replaced.
@@ -625,7 +650,7 @@ impl Checkpointer {
             return;
         }
         let key = format!("disk/unattached.{}", self.next_disk());
-        if let Err(why) = put_disk(&self.store, &key, &**disk) {
+        if let Err(why) = self.put_disk(&key, disk) {
             return self.give_up(&why);
         }
         let entry = UnattachedEntry { key, spec: spec.to_owned(), died: None };
@@ -636,7 +661,7 @@ impl Checkpointer {
         drop(state);
         self.publish();
         if let Some(before) = before {
-            let _ = self.store.delete(&before.key);
+            self.delete_disk(&before.key);
         }
     }
 
@@ -662,14 +687,6 @@ impl Checkpointer {
         self.publish();
     }
 
-    /// Sends the item of a disk without a controller again, whenever the disk's state changes.
-    pub(super) fn watch_unattached(&self, id: &str, disk: &Arc<dyn Disk>) {
-        let key = self.state.lock().unattached.get(id).map(|entry| entry.key.clone());
-        if let Some(key) = key {
-            self.watch(&key, disk);
-        }
-    }
-
     /// Deletes the item of a disk that was removed, or was attached to a controller.
     pub(super) fn drop_unattached(&self, id: &str) {
         let mut state = self.state.lock();
@@ -677,9 +694,7 @@ impl Checkpointer {
         state.is_changed = true;
         drop(state);
         self.publish();
-        if self.is_possible() {
-            let _ = self.store.delete(&entry.key);
-        }
+        self.delete_disk(&entry.key);
     }
 }
 
@@ -766,5 +781,88 @@ impl PortRecorder for PortRecord {
 
     fn end_replay(&mut self, is_done: bool) {
         self.replay.iter().for_each(|replay| replay.end(is_done));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+    use shadowbell_disk::{CheckpointError, DiskInfo, Queue};
+    use shadowbell_supervisor::checkpoint::Checkpoint;
+    use shadowbell_supervisor::protocol;
+    use std::fmt::{self, Debug, Formatter};
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// A disk that loses writes when the test calls [`lose`](Self::lose).
+    #[derive(Default)]
+    struct Lossy {
+        name: &'static str,
+        is_lost: AtomicBool,
+        changed: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
+    }
+
+    impl Lossy {
+        fn lose(&self) {
+            self.is_lost.store(true, Ordering::Relaxed);
+            self.changed.lock().as_ref().unwrap()();
+        }
+    }
+
+    impl Debug for Lossy {
+        fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+            f.write_str(self.name)
+        }
+    }
+
+    impl Disk for Lossy {
+        fn info(&self) -> DiskInfo {
+            DiskInfo::new(512, 8)
+        }
+
+        fn queue(&self) -> io::Result<Box<dyn Queue>> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        fn name(&self) -> String {
+            self.name.to_owned()
+        }
+
+        fn checkpoint(&self, _: &mut Descriptors) -> Result<Value, CheckpointError> {
+            Ok(json!(self.is_lost.load(Ordering::Relaxed)))
+        }
+
+        fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+            *self.changed.lock() = Some(changed);
+        }
+    }
+
+    /// Controllers of a subsystem have one disk, and the next process recovers it from the item of
+    /// any of them.
+    #[test]
+    fn each_item_of_a_disk_has_its_loss_of_writes() {
+        let (supervisor, worker) = protocol::pair().unwrap();
+        let checkpointer = Checkpointer::new(&WorkerLink::from_socket(worker)).unwrap();
+        checkpointer.state.lock().is_possible = true;
+        let mut items = Checkpoint::default();
+        let mut items_of = |keys: &[&str]| {
+            while let Ok(Some(packet)) = protocol::receive(&supervisor, true) {
+                items.take(&packet.body, packet.fds).unwrap();
+            }
+            let body = |key: &&str| Some(items.all.get(*key)?.copy().unwrap().0);
+            let text = |body: Option<Vec<u8>>| body.map(|body| String::from_utf8(body).unwrap());
+            keys.iter().map(|key| text(body(key)).unwrap_or_default()).collect::<Vec<_>>()
+        };
+        let keys = ["disk/0.1", "disk/1.2", "disk/unattached.3", "disk/2.4"];
+        let [shared, other] =
+            ["shared", "other"].map(|name| Arc::new(Lossy { name, ..Lossy::default() }));
+        for (key, disk) in keys.into_iter().zip([&shared, &shared, &shared, &other]) {
+            let disk: Arc<dyn Disk> = disk.clone();
+            checkpointer.put_disk(key, &disk).unwrap();
+        }
+        assert_eq!(items_of(&keys), ["false"; 4]);
+        checkpointer.delete_disk(keys[2]);
+        shared.lose();
+        assert_eq!(items_of(&keys), ["true", "true", "", "false"]);
     }
 }

@@ -169,7 +169,6 @@ impl Changes {
     /// or the server does not serve yet.
     pub(super) fn add_recovered(&self, id: &str, open: OpenDisk, checkpoint: &Checkpointer) {
         checkpoint.put_unattached(id, &open.spec, &open.disk);
-        checkpoint.watch_unattached(id, &open.disk);
         self.unattached().lock().insert(id.to_owned(), open);
         self.registry().recovered_disk(id);
     }
@@ -178,7 +177,6 @@ impl Changes {
     fn add_unattached(&self, id: &str, open: OpenDisk) {
         if let Some(checkpoint) = self.checkpoint() {
             checkpoint.put_unattached(id, &open.spec, &open.disk);
-            checkpoint.watch_unattached(id, &open.disk);
         }
         self.unattached().lock().insert(id.to_owned(), open);
     }
@@ -243,17 +241,23 @@ impl Changes {
                 ))),
             };
         }
+        Err(self.keep_disk(id, open, error.context(format!("cannot flush {name}"))))
+    }
+
+    /// Keeps a disk that cannot be closed yet open without a controller. `id` is its former id.
+    /// Returns `why`, the reason, with the new id.
+    pub(super) fn keep_disk(&self, id: &str, open: OpenDisk, why: anyhow::Error) -> anyhow::Error {
         let mut kept = format!("{id}.old");
         while self.disk(&kept).is_ok() {
             kept.push_str(".old");
         }
         let stays = format!(
-            "cannot flush {name}, so it stays open as the disk {kept}, until `shadowbell ctl disk remove \
-             {kept}` succeeds"
+            "{} stays open as the disk {kept}, until `shadowbell ctl disk remove {kept}` succeeds",
+            open.disk.name()
         );
-        warn!("{stays}: {error:#}");
+        warn!("{stays}: {why:#}");
         self.add_unattached(&kept, open);
-        Err(error.context(stays))
+        why.context(stays)
     }
 
     /// Refuses a disk that was opened from the same source as a disk of this server whose storage
@@ -450,13 +454,11 @@ impl Changes {
     /// the disk (`is_done`), or keeps it.
     pub(super) fn end_detach(&self, pending_detach: Option<PendingDetach>, is_done: bool) {
         let Some(PendingDetach { id, open }) = pending_detach else { return };
-        let checkpoint = self.checkpoint();
-        if !is_done {
-            checkpoint.inspect(|checkpoint| checkpoint.drop_unattached(&id));
-            return;
+        if is_done {
+            self.unattached().lock().insert(id, open);
+        } else if let Some(checkpoint) = self.checkpoint() {
+            checkpoint.drop_unattached(&id);
         }
-        checkpoint.inspect(|checkpoint| checkpoint.watch_unattached(&id, &open.disk));
-        self.unattached().lock().insert(id, open);
     }
 
     /// Removes a disk from the unattached disks after its attachment to a controller.

@@ -349,6 +349,13 @@ impl Changes {
         let protocol = config.protocol().map_err(|why| exit::bad_input(anyhow!(why)))?;
         let disk = self.disk(&config.disk)?;
         self.check_writers(&config, &disk)?;
+        if resumes && !config.read_only && disk.open.disk.may_have_late_writes() {
+            return Err(exit::conflict(anyhow!(
+                "the storage of the disk {} may still execute writes of the dead process; add the \
+                 export again when it no longer does",
+                disk.id
+            )));
+        }
         if let Some(path) = config.socket().filter(|path| path.is_dir()) {
             let why = anyhow!("{} is a directory: name a socket in it", path.display());
             return Err(exit::bad_input(why));

@@ -183,6 +183,9 @@ pub fn run_export(args: ExportArgs) -> anyhow::Result<ExitCode> {
 /// All errors of the file, one per line, each with the line of the key.
 pub fn check_config(file: &Path) -> anyhow::Result<ExitCode> {
     let config = config_file::check(file, &check_item)?;
+    for (image, _) in config.images().filter(|(image, _)| !image.exists()) {
+        eprintln!("warning: {}: there is no such file", image.display());
+    }
     let count = config.controllers.len();
     println!("{}: {count} controller{}", file.display(), if count == 1 { "" } else { "s" });
     Ok(ExitCode::SUCCESS)

@@ -18,7 +18,7 @@ use shadowbell_config::server_config::SocketConfig;
 use shadowbell_config::{disk_spec, pool};
 use shadowbell_control_api::api::{LimitSpec, Size};
 use shadowbell_controller::config::MAX_NAMESPACES;
-use shadowbell_controller::{NamespaceConfig, NamespaceError};
+use shadowbell_controller::{Controller, NamespaceConfig, NamespaceError};
 use shadowbell_disk::{Disk, ResizeError};
 use shadowbell_disk_layers::{ErrorPolicy, LimitedDisk, Limits};
 use shadowbell_process::exit;
@@ -55,6 +55,31 @@ struct Found {
     at: usize,
     disk: DiskConfig,
     namespace: NamespaceConfig,
+}
+
+/// State of an accepted change of a namespace.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Accepted {
+    /// No command uses the old state any more.
+    Done,
+    /// Commands are in flight at the old disk for longer than [`IN_FLIGHT_TIMEOUT`]. New ones use
+    /// the new state.
+    Slow { nsid: u32 },
+}
+
+impl Accepted {
+    /// Error for a slow change. The caller returns it after it has completed the change.
+    fn check(self) -> anyhow::Result<()> {
+        match self {
+            Self::Done => Ok(()),
+            Self::Slow { nsid } => Err(anyhow!(
+                "namespace {nsid} is changed for new commands, but those in flight at its disk have \
+                 not ended within {} s",
+                IN_FLIGHT_TIMEOUT.as_secs()
+            )),
+        }
+    }
 }
 
 /// A namespace that is ready to be added to its controller.
@@ -179,13 +204,14 @@ impl Changes {
         let place = disks.iter().position(|disk| disk.nsid > Some(nsid)).unwrap_or(disks.len());
         disks.insert(place, own.clone());
         let name = config.disk.name();
-        self.change(served, &requested, after, nsid, Some((&own, &config)), |controller, done| {
+        let add = |controller: &Controller, done| {
             controller.add_namespace(Some(nsid), &config, done).map(drop)
-        })?;
+        };
+        let accepted = self.change(served, &requested, after, nsid, Some((&own, &config)), add)?;
         self.end_attach(own.id.as_deref());
         self.registry().warn_of_equal_uuids(served, Some(nsid));
         info!("{}: namespace {nsid} is {name}{}", served.name, describe(&*config.disk, &own.disk));
-        Ok(())
+        accepted.check()
     }
 
     /// Removes a namespace of a controller. `forced` is required if the controller has a client.
@@ -227,9 +253,8 @@ impl Changes {
             warn!("{}: cannot flush {}: {error}", served.name, found.namespace.disk.name());
         }
         drop(found);
-        self.change(served, &requested, after, nsid, None, |controller, done| {
-            controller.remove_namespace(nsid, done)
-        })
+        let remove = |controller: &Controller, done| controller.remove_namespace(nsid, done);
+        self.change(served, &requested, after, nsid, None, remove)?.check()
     }
 
     /// Removes a namespace for a caller that holds the lock of changes. Unlike
@@ -268,15 +293,23 @@ impl Changes {
             .with_context(|| format!("cannot flush {name}, so it is not removed"))?;
         let pending_detach = self.begin_detach(&found.disk, &found.namespace.disk);
         let own = OpenDisk { spec: found.disk.disk.clone(), disk: found.namespace.disk };
-        let outcome = self.change(served, &requested, after, nsid, None, |controller, done| {
-            controller.remove_namespace(nsid, done)
-        });
+        let remove = |controller: &Controller, done| controller.remove_namespace(nsid, done);
+        let outcome = self.change(served, &requested, after, nsid, None, remove);
         let is_closed = pending_detach.is_none();
         self.end_detach(pending_detach, outcome.is_ok());
-        outcome?;
+        let accepted = outcome?;
         info!("{}: namespace {nsid}, {name}, is removed", served.name);
         // The guest may have written since the flush, and the removal cancels writes in flight.
-        if is_closed { self.close_disk(&id, own) } else { Ok(()) }
+        if is_closed { self.close_old_disk(&id, own, accepted) } else { accepted.check() }
+    }
+
+    /// Closes the old disk of a namespace. While commands are in flight at the disk, it stays open,
+    /// so that it can be flushed after them.
+    fn close_old_disk(&self, id: &str, old: OpenDisk, accepted: Accepted) -> anyhow::Result<()> {
+        match accepted.check() {
+            Ok(()) => self.close_disk(id, old),
+            Err(slow) => Err(self.keep_disk(id, old, slow)),
+        }
     }
 
     /// Changes a namespace that does not belong to a pool. Returns false if the namespace has this
@@ -334,15 +367,17 @@ impl Changes {
         let config = NamespaceConfig { disk: Arc::clone(&disk), uuid: found.namespace.uuid };
         let replaced = change.replaces(&found.namespace.disk);
         let old = OpenDisk { spec: found.disk.disk, disk: found.namespace.disk };
-        self.change(served, &requested, after, nsid, Some((&own, &config)), |controller, done| {
-            change_disk(controller, nsid, disk, replaced, done)
-        })?;
+        let replace =
+            |controller: &Controller, done| change_disk(controller, nsid, disk, replaced, done);
+        let accepted =
+            self.change(served, &requested, after, nsid, Some((&own, &config)), replace)?;
         let name = config.disk.name();
         info!("{}: namespace {nsid} is {name}{}", served.name, describe(&*config.disk, &own.disk));
         let id = id_of(&served.id, nsid, &own);
         self.update_exports(&id, &config.disk, &effect);
-        if let NamespaceChange::Disk(_) = change {
-            self.close_disk(&id, old)?;
+        match change {
+            NamespaceChange::Disk(_) => self.close_old_disk(&id, old, accepted)?,
+            _ => accepted.check()?,
         }
         Ok(true)
     }
@@ -420,8 +455,8 @@ impl Changes {
         }
     }
 
-    /// Applies a change to the controller, waits until it has ended, and updates the checkpoint
-    /// before and after.
+    /// Applies a change to the controller, waits for its end for a limited time, and updates the
+    /// checkpoint before and after.
     fn change(
         &self,
         served: &ServedController,
@@ -429,8 +464,8 @@ impl Changes {
         after: SocketConfig,
         nsid: u32,
         disk: Option<(&DiskConfig, &NamespaceConfig)>,
-        act: impl FnOnce(&shadowbell_controller::Controller, Done) -> Result<(), NamespaceError>,
-    ) -> anyhow::Result<()> {
+        act: impl FnOnce(&Controller, Done) -> Result<(), NamespaceError>,
+    ) -> anyhow::Result<Accepted> {
         if let Some(checkpoint) = self.checkpoint() {
             checkpoint.begin_change(served.index, nsid, disk);
         }
@@ -441,15 +476,9 @@ impl Changes {
                 let _ = ends.send(outcome);
             }),
         );
-        let mut is_slow = false;
-        let outcome = began.map_err(impossible).and_then(|()| {
-            end.recv_timeout(IN_FLIGHT_TIMEOUT).map_or_else(
-                |_| {
-                    is_slow = true;
-                    Ok(())
-                },
-                |outcome| outcome.map_err(impossible),
-            )
+        let outcome = began.and_then(|()| match end.recv_timeout(IN_FLIGHT_TIMEOUT) {
+            Ok(outcome) => outcome.map(|()| Accepted::Done),
+            Err(_) => Ok(Accepted::Slow { nsid }),
         });
         let requested = if outcome.is_ok() { after } else { before.clone() };
         if let Some(checkpoint) = self.checkpoint() {
@@ -458,14 +487,7 @@ impl Changes {
         if outcome.is_ok() {
             served.set_requested(requested);
         }
-        if is_slow {
-            return Err(anyhow!(
-                "namespace {nsid} changes once the commands in flight at its disk have ended, \
-                 which they have not within {} s",
-                IN_FLIGHT_TIMEOUT.as_secs()
-            ));
-        }
-        outcome
+        outcome.map_err(impossible)
     }
 }
 
@@ -474,7 +496,7 @@ impl Changes {
 /// The queues of a replaced disk drain, and a resume would not reach it any more. So its error
 /// policy holds no request from now on, unless the replacement fails.
 fn change_disk(
-    controller: &shadowbell_controller::Controller,
+    controller: &Controller,
     nsid: u32,
     disk: Arc<dyn Disk>,
     replaced: Option<Arc<dyn Disk>>,
@@ -733,7 +755,7 @@ mod tests {
     use super::super::registry::Registry;
     use super::*;
     use parking_lot::Mutex;
-    use shadowbell_controller::{Carrier, Config, Controller, Pool, PoolOptions};
+    use shadowbell_controller::{Carrier, Config, Pool, PoolOptions};
     use shadowbell_disk::{DiskError, DiskInfo, Op, Queue, Request, Submitted};
     use shadowbell_memory::Segments;
     use std::collections::VecDeque;
@@ -850,7 +872,7 @@ mod tests {
             prepare(&disk, &[before, &[failed]].concat(), 1);
             let server = changes(&disk);
             let error = format!("{:#}", change(&server).unwrap_err());
-            assert!(error.contains(&format!("it stays open as the disk {kept}")), "{error}");
+            assert!(error.contains(&format!("stays open as the disk {kept},")), "{error}");
             let again: Arc<dyn Disk> = Arc::new(disk.clone());
             let error = server.check_orphans(&again).unwrap_err().to_string();
             assert!(error.contains(kept), "{error}");

@@ -245,9 +245,11 @@ impl Changes {
         if let Some(why) = duplicate_disk(std::slice::from_ref(&requested)) {
             return Err(exit::bad_input(anyhow!(why)));
         }
-        let config = open_one(&requested, self.recoverable, |id| {
-            self.unattached_disk(id, requested.controller.read_only)
-        })?;
+        let config = open_one(
+            &requested,
+            |spec| self.open(spec),
+            |id| self.unattached_disk(id, requested.controller.read_only),
+        )?;
         for (wanted, namespace) in requested.controller.disks.iter().zip(&config.namespaces) {
             let id = wanted.id.as_ref();
             if !id.is_some_and(|id| self.unattached.lock().contains_key(id)) {

@@ -197,9 +197,6 @@ impl ControllerJob {
         let seen = as_seen(&requested, &disks);
         let config = wait.until_open(|| {
             let opened = seen.controller.open_by(&location(&requested), |nth, spec| {
-                if mode == RecoveryMode::Socket {
-                    return wait.open(spec);
-                }
                 let missing = || anyhow!("the state lacks the disk of a namespace");
                 let key = disks.get(nth).ok_or_else(missing).map_err(DiskSpecError::Other)?.key();
                 match wait.recover(spec, &self.items, key, self.death) {

@@ -15,6 +15,7 @@ use shadowbell_disk::Disk;
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_process::descriptor_limit;
 use shadowbell_process::exit::bad_input;
+use shadowbell_storage::disk_open;
 use shadowbell_vfio_user::server::{Limits, PortId, Reactor};
 use std::io;
 use std::sync::Arc;
@@ -236,5 +237,6 @@ fn open(server: &ServerConfig, recoverable: bool) -> anyhow::Result<Vec<Config>>
     if let Some(why) = duplicate_disk(&server.controllers) {
         return Err(bad_input(anyhow!(why)));
     }
-    server.controllers.iter().map(|served| open_one(served, recoverable, |_| None)).collect()
+    let open = if recoverable { disk_open::open_recoverable } else { disk_open::open };
+    server.controllers.iter().map(|served| open_one(served, open, |_| None)).collect()
 }

@@ -15,7 +15,8 @@ pub(crate) struct Args {
 enum Verb {
     /// Check a configuration file without opening disks and sockets
     ///
-    /// Every error has the line of its key. `serve --check FILE` does the same.
+    /// Every error has the line of its key. A missing image is a warning. `serve --check FILE` does
+    /// the same.
     Check {
         /// Configuration file, as for `serve --config`
         file: PathBuf,

@@ -172,13 +172,16 @@ enum Verb {
 
 #[derive(Clone, Debug, Subcommand)]
 enum NamespaceVerb {
+    /// List the namespaces, as `ctl namespaces`
+    #[command(alias = "list")]
+    Ls,
     /// Attach a disk to a controller
     Attach {
         #[command(flatten)]
         which: NamespaceArg,
         /// Disk: id of a disk that has no controller, or a disk as for `serve`
         disk: String,
-        /// UUID [default: derived from the disk's name]
+        /// UUID [default: generated once for the path, and stored in the state directory]
         #[arg(long)]
         uuid: Option<String>,
         /// Refuse writes; for a disk with an id, use `ctl disk read-only`
@@ -287,6 +290,9 @@ struct NamespaceArg {
 
 #[derive(Clone, Debug, Subcommand)]
 enum ControllerVerb {
+    /// List the controllers, as `ctl controllers`
+    #[command(alias = "list")]
+    Ls,
     /// Add a controller; no effect if an equal one exists
     Add {
         /// Id of the controller
@@ -601,6 +607,9 @@ fn change_controllers(
     json: bool,
 ) -> anyhow::Result<()> {
     match change {
+        ControllerVerb::Ls => {
+            show(&client.get::<Vec<Controller>>("/v1/controllers")?, json, controllers)
+        }
         ControllerVerb::Remove { id, force } => {
             client.send::<()>(&Method::DELETE, &forced(&controller_path(id), *force), &())
         }
@@ -654,6 +663,10 @@ fn change_namespace(
         format!("{}/namespaces/{}", controller_path(&which.controller), which.nsid)
     };
     let now = match verb {
+        NamespaceVerb::Ls => {
+            let all: Vec<Namespace> = client.get("/v1/namespaces")?;
+            return show(&all, json, namespaces);
+        }
         NamespaceVerb::Attach { which, disk, uuid, read_only, share } => {
             let disk = match is_disk(client, disk)? {
                 true => disk.clone(),

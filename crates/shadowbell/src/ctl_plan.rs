@@ -27,11 +27,12 @@ pub(crate) fn plan_lines(out: &mut dyn Write, plan: &Plan) -> io::Result<()> {
             writeln!(out, "needs --force: {loss}")?;
         }
     }
-    if plan.later {
+    if !plan.later.is_empty() {
         writeln!(
             out,
-            "server-wide settings differ; they take effect at the next `shadowbell upgrade` or \
-             restart"
+            "server-wide settings differ ({}); they take effect at the next `shadowbell upgrade` \
+             or restart",
+            plan.later.join(", ")
         )?;
     }
     let done = if plan.applied { "" } else { "; not applied" };

@@ -131,6 +131,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "ctl controller ls",
+        &[
+            ("shadowbell ctl controller ls", "clients, states and sizes"),
+            ("shadowbell ctl controller ls --json", "with disks and reasons, as JSON"),
+        ],
+    ),
+    (
         "ctl controller add",
         &[
             (
@@ -177,6 +184,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             ("shadowbell ctl namespaces", "all namespaces"),
             ("shadowbell ctl --server vms namespaces --json", "as JSON"),
+        ],
+    ),
+    (
+        "ctl namespace ls",
+        &[
+            ("shadowbell ctl namespace ls", "all namespaces of the server"),
+            ("shadowbell ctl --server vms namespace ls --json", "as JSON"),
         ],
     ),
     (

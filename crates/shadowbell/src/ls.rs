@@ -79,6 +79,7 @@ impl Listed {
             let state = match disk {
                 Disk { stopped: Some(_), .. } => ", stopped",
                 Disk { stalled: true, .. } => ", stalled",
+                Disk { deleted: true, .. } => ", deleted",
                 _ => "",
             };
             [
@@ -104,11 +105,16 @@ impl Listed {
 /// # Errors
 /// The named server is not found, or does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let all = match &args.server {
-        Some(server) => vec![Listed::of(&discovery::server(Some(server))?)?],
-        None => running(&discovery::directory()?),
+    let (all, others) = match &args.server {
+        Some(server) => (vec![Listed::of(&discovery::server(Some(server))?)?], String::new()),
+        None => {
+            let directory = discovery::directory()?;
+            let all = running(&directory);
+            let others = all.is_empty().then(|| discovery::of_others(&directory));
+            (all, others.unwrap_or_default())
+        }
     };
-    show(&all, args.output.is_json(), |out, all| print(out, all))?;
+    show(&all, args.output.is_json(), |out, all| print(out, all, &others))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -118,12 +124,12 @@ fn running(directory: &Path) -> Vec<Listed> {
     servers.filter_map(|(_, socket)| Listed::of(&Client::new(&socket)).ok()).collect()
 }
 
-fn print(out: &mut dyn Write, all: &[Listed]) -> io::Result<()> {
+fn print(out: &mut dyn Write, all: &[Listed], others: &str) -> io::Result<()> {
     if all.is_empty() {
         return writeln!(
             out,
             "no server is running here: start one by `shadowbell serve DISK --socket PATH`; \
-             `shadowbell --help` lists all verbs"
+             `shadowbell --help` lists all verbs{others}"
         );
     }
     let mut table = Table::new(["Kind", "Id", "State", "Of"]);

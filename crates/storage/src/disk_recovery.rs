@@ -31,8 +31,7 @@ pub fn recover(
 }
 
 /// Opens the disk of a dead process that cannot be [recovered](recover), without its fence. `state`
-/// is its checkpoint. If the disk has lost writes, flushes fail as before, because clients of an
-/// export may continue.
+/// is its checkpoint. If the disk has lost writes, flushes fail as before.
 ///
 /// # Errors
 /// [`DiskSpecError`].

@@ -72,7 +72,7 @@ const OPTIONS: [OptionReference; 40] = [
     option(
         "settle",
         "TIME",
-        "how long the server may still execute writes of a dead client; recovery waits for that",
+        "how long the server may execute writes of a closed connection; recovery waits for that",
     ),
     option(
         "tls-certificates",

@@ -28,9 +28,14 @@ pub fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     match target {
         Target::VfioUser { socket, .. } => {
             let transport = connect(socket).map_err(|error| {
-                let why = missing_server(socket).or_else(|| client_of(socket));
-                let why = why.unwrap_or_else(|| error.to_string());
-                exit::unavailable(anyhow!("no controller behind {}: {why}", socket.display()))
+                let path = socket.display();
+                exit::unavailable(if let Some(why) = missing_server(socket) {
+                    anyhow!("no controller behind {path}: {why}")
+                } else if let Some(client) = client_of(socket) {
+                    anyhow!("{path}: {client}")
+                } else {
+                    anyhow!("no controller behind {path}: {error}")
+                })
             })?;
             Ok(Arc::new(transport))
         }

@@ -5,10 +5,14 @@ use super::fd_store::{self, FdStore, Found};
 use super::grants::GRANTS;
 use super::log::log_line;
 use super::state::Supervisor;
-use crate::protocol::to_supervisor;
+use crate::checkpoint::Checkpoint;
 use rustix::process::Signal;
 use shadowbell_state::StateError;
 use std::time::Instant;
+
+/// Maximum memory of the state in the fd store, in bytes. The supervisor's thread writes a snapshot
+/// of this size within some tens of milliseconds, and handles no signal meanwhile.
+const MAX_STORED: usize = 8 << 20;
 
 impl Supervisor {
     /// Adopts the state of a killed supervisor, if the fd store contains one. Returns true if this
@@ -57,7 +61,12 @@ impl Supervisor {
         let Some(mut fd_store) = self.fd_store.take() else { return };
         let opened = GRANTS.lock().changes;
         let images = GRANTS.lock().images();
-        let record = self.snapshot(&images, None).map_err(std::io::Error::other);
+        let record = if self.state_bytes() > MAX_STORED {
+            let limit = MAX_STORED >> 20;
+            Err(std::io::Error::other(format!("the state needs more than {limit} MiB of memory")))
+        } else {
+            self.snapshot(&images, None).map_err(std::io::Error::other)
+        };
         match record.and_then(|record| fd_store.append_snapshot(&record, opened)) {
             Ok(()) => self.fd_store = Some(fd_store),
             Err(error) => {
@@ -67,27 +76,30 @@ impl Supervisor {
         }
     }
 
-    /// Writes a snapshot after the message `code` of a server process, if the message changed
-    /// state that only a snapshot stores.
-    pub(super) fn record_message(&mut self, code: u8) {
-        let is_noted = matches!(
-            code,
-            to_supervisor::SERVING
-                | to_supervisor::RECOVERED
-                | to_supervisor::RESUMES
-                | to_supervisor::FAILED
-        );
-        if is_noted || self.fd_store.as_ref().is_some_and(FdStore::needs_snapshot) {
-            self.write_snapshot();
+    /// Estimated memory of the parts of the state that a server process determines, in bytes.
+    fn state_bytes(&self) -> usize {
+        let left = self.left.iter().map(|left| &left.items);
+        let items = self.workers().map(|worker| &worker.items).chain(left);
+        let sockets = self.sockets.iter().map(|path| path.as_os_str().len());
+        items.map(Checkpoint::memory).chain(sockets).sum()
+    }
+
+    /// Requires a snapshot if `is_changed`: a message has changed state that only snapshots store.
+    pub(super) fn want_snapshot(&mut self, is_changed: bool) {
+        if let Some(fd_store) = &mut self.fd_store {
+            fd_store.is_wanted |= is_changed;
         }
     }
 
-    /// Writes a snapshot if one is due.
-    pub(super) fn update_fd_store(&mut self, now: Instant) {
-        let Some(fd_store) = &self.fd_store else { return };
-        if fd_store.needs_snapshot() || fd_store.due.is_some_and(|due| due <= now) {
+    /// Writes a snapshot if one is due. Returns true if there was one to write.
+    pub(super) fn update_fd_store(&mut self, now: Instant) -> bool {
+        let is_due =
+            |store: &FdStore| store.needs_snapshot() || store.due.is_some_and(|due| due <= now);
+        let is_due = self.fd_store.as_ref().is_some_and(is_due);
+        if is_due {
             self.write_snapshot();
         }
+        is_due
     }
 }
 

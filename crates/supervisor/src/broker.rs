@@ -2,21 +2,23 @@
 //! a sandbox.
 //!
 //! Each server process has one thread for paths (`path_broker`) and some for images
-//! (`open_broker`), which end when the process closes their sockets. So a hung file system delays
-//! the answer to one request of the server process, and not the supervisor. A request without a
-//! [grant](super::grants) is refused, and no request adds a grant.
+//! (`open_broker`), which end with the process, or when it closes their sockets. So a hung file
+//! system delays the answer to one request of the server process, and not the supervisor. A request
+//! without a [grant](super::grants) is refused, and no request adds a grant.
 
 use super::log::log_line;
 use super::{open_broker, path_broker};
 use crate::protocol::{self, open_broker as requests};
 use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{Shutdown, shutdown};
 use serde::{Deserialize, Serialize};
 use shadowbell_process::deferred_close;
 use shadowbell_process::signals::start_thread;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Lock that a broker holds for reading from the receipt of a request to its answer. While it is
 /// locked for writing ([`pause`]), no broker is answering a request, and further requests stay in
@@ -40,7 +42,29 @@ pub(super) enum Kind {
 
 struct Broker {
     kind: Kind,
+    owner: Owner,
     socket: OwnedFd,
+}
+
+/// Server process of a broker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Owner(u32);
+
+impl Owner {
+    /// Identifies the next server process. The default value stands for the process that an earlier
+    /// supervisor has started.
+    pub(super) fn new() -> Self {
+        static STARTED: AtomicU32 = AtomicU32::new(0);
+        Self(STARTED.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    /// Ends the brokers of a server process that has ended. Another process may hold the other ends
+    /// of their sockets.
+    pub(super) fn ended(self) {
+        for broker in ALL.lock().iter().filter(|broker| broker.owner == self) {
+            let _ = shutdown(&broker.socket, Shutdown::Both);
+        }
+    }
 }
 
 /// Blocks all brokers until the result is dropped. `None` if a request is being answered.
@@ -67,20 +91,20 @@ fn spawn(run: Box<dyn FnOnce() + Send>) -> io::Result<()> {
 ///
 /// # Errors
 /// The descriptor limit or the limit of threads is reached.
-pub(super) fn start(kind: Kind) -> io::Result<OwnedFd> {
-    start_by(kind, spawn)
+pub(super) fn start(kind: Kind, owner: Owner) -> io::Result<OwnedFd> {
+    start_by(kind, owner, spawn)
 }
 
-fn start_by(kind: Kind, spawn: Spawn) -> io::Result<OwnedFd> {
+fn start_by(kind: Kind, owner: Owner, spawn: Spawn) -> io::Result<OwnedFd> {
     let (ours, theirs) = protocol::pair()?;
-    restore(kind, ours, spawn)?;
+    restore(kind, owner, ours, spawn)?;
     Ok(theirs)
 }
 
 /// Starts brokers on the sockets of an earlier supervisor.
 pub(super) fn restore_all(brokers: Vec<(Kind, OwnedFd)>) {
     for (kind, socket) in brokers {
-        if let Err(error) = restore(kind, socket, spawn) {
+        if let Err(error) = restore(kind, Owner::default(), socket, spawn) {
             log_line(&format!(
                 "error: the server process cannot open images or create sockets: no thread for \
                  the broker: {error}"
@@ -89,8 +113,8 @@ pub(super) fn restore_all(brokers: Vec<(Kind, OwnedFd)>) {
     }
 }
 
-fn restore(kind: Kind, socket: OwnedFd, spawn: Spawn) -> io::Result<()> {
-    let broker = Arc::new(Broker { kind, socket });
+fn restore(kind: Kind, owner: Owner, socket: OwnedFd, spawn: Spawn) -> io::Result<()> {
+    let broker = Arc::new(Broker { kind, owner, socket });
     ALL.lock().push(Arc::clone(&broker));
     let its = Arc::clone(&broker);
     let started = spawn(Box::new(move || {
@@ -102,10 +126,10 @@ fn restore(kind: Kind, socket: OwnedFd, spawn: Spawn) -> io::Result<()> {
 }
 
 /// Answers a server process's request for another image broker.
-fn connect(spawn: Spawn) -> (u8, Vec<u8>, Vec<OwnedFd>) {
+fn connect(owner: Owner, spawn: Spawn) -> (u8, Vec<u8>, Vec<OwnedFd>) {
     let has_room = ALL.lock().len() < MAX_BROKERS;
     let room = has_room.then_some(()).ok_or_else(|| io::Error::other("too many connections"));
-    match room.and_then(|()| start_by(Kind::Images, spawn)) {
+    match room.and_then(|()| start_by(Kind::Images, owner, spawn)) {
         Ok(socket) => (requests::OPENED, Vec::new(), vec![socket]),
         Err(error) => (requests::REFUSED, error.to_string().into(), Vec::new()),
     }
@@ -123,7 +147,7 @@ impl Broker {
             Ok(None) => return false,
         };
         let answer = match self.kind {
-            Kind::Images if packet.code == requests::CONNECT => Some(connect(spawn)),
+            Kind::Images if packet.code == requests::CONNECT => Some(connect(self.owner, spawn)),
             Kind::Images => Some(open_broker::answer(&packet)),
             Kind::Paths => path_broker::answer(&packet),
         };
@@ -152,11 +176,30 @@ mod tests {
     #[test]
     fn a_broker_without_a_thread_is_refused() {
         let fails: Spawn = |_| Err(io::ErrorKind::OutOfMemory.into());
-        let (code, why, fds) = connect(fails);
+        let (code, why, fds) = connect(Owner::new(), fails);
         assert_eq!((code, fds.len()), (requests::REFUSED, 0));
         assert_eq!(why, io::Error::from(io::ErrorKind::OutOfMemory).to_string().as_bytes());
         let (ours, theirs) = protocol::pair().unwrap();
-        assert!(restore(Kind::Images, ours, fails).is_err());
+        assert!(restore(Kind::Images, Owner::new(), ours, fails).is_err());
         assert!(protocol::receive(&theirs, true).unwrap().is_none(), "the broker has ended");
+    }
+
+    /// A process to which a server process has passed its socket, or the socket of another
+    /// connection, has no broker after the end of the server process.
+    #[test]
+    fn the_brokers_of_a_server_process_end_with_it() {
+        let (owner, other) = (Owner::new(), Owner::new());
+        let (passed, others) = (start(Kind::Images, owner), start(Kind::Images, other));
+        let (passed, others) = (passed.unwrap(), others.unwrap());
+        let connect = |socket: &OwnedFd| {
+            protocol::send(socket, requests::CONNECT, "", None).unwrap();
+            protocol::receive(socket, false).unwrap().unwrap().fd().unwrap()
+        };
+        let connected = connect(&passed);
+        owner.ended();
+        for socket in [passed, connected] {
+            assert!(protocol::receive(&socket, false).unwrap().is_none(), "the broker has ended");
+        }
+        connect(&others);
     }
 }

@@ -30,7 +30,7 @@ const MAX_BODY: usize = MAX_PACKET - 1024;
 const MAX_KEY: usize = 256;
 
 /// Maximum memory for the items of a checkpoint, in bytes.
-const MAX_BYTES: usize = 128 << 20;
+const MAX_BYTES: usize = 64 << 20;
 /// Estimated memory of an item without its body, in bytes.
 const ITEM: usize = 512;
 /// Estimated memory of a descriptor, in bytes.
@@ -328,7 +328,7 @@ impl Checkpoint {
     }
 
     /// Counts the estimated memory of the items and of the unfinished transaction, in bytes.
-    fn memory(&self) -> usize {
+    pub(crate) fn memory(&self) -> usize {
         let staged = self.staged.iter().filter_map(|(_, item)| item.as_ref());
         let size = |item: &Arc<Item>| {
             let body = match &item.body {

@@ -339,13 +339,17 @@ impl Grants {
         self.facts.directories.contains(&bytes_of(path))
     }
 
+    /// True if a server process may create a socket file at this path: one that replaces another,
+    /// or one of a limited number.
+    pub(super) fn has_room_for(&self, path: &Bytes) -> bool {
+        let sockets = &self.facts.sockets;
+        sockets.len() < MAX_GRANTS || sockets.iter().any(|made| made.path == *path)
+    }
+
     /// Records a socket file that this supervisor has created.
     pub(super) fn created(&mut self, socket: Made, directory: Option<Bytes>) {
         let Facts { sockets, directories, .. } = &mut self.facts;
         sockets.retain(|other| other.path != socket.path);
-        if sockets.len() >= MAX_GRANTS {
-            sockets.remove(0);
-        }
         sockets.push(socket);
         directories.extend(directory.filter(|own| !directories.contains(own)));
         self.changes += 1;

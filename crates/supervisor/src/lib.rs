@@ -76,24 +76,23 @@ use restart_policy::RestartPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_process::process_env::absolute;
 use shadowbell_process::signals::{Caught, Meanings};
-use shadowbell_process::{deferred_close, descriptor_limit, exit, notify};
+use shadowbell_process::{deferred_close, descriptor_limit, exit, logging, notify};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
 use state::Supervisor;
 use std::ffi::OsString;
 use std::io;
+use std::mem::replace;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
 use upgrade_progress::{Step, add_warnings, answer_to, requester};
 use watchdog::Watchdog;
-use worker::{QUEUED, Worker};
+use worker::{MESSAGES, Worker};
 
 pub use command_line::{DEFAULT_STOP_TIMEOUT, is_asked_for, is_service};
 pub use self_exec::{CHECK, check};
 
-/// Maximum number of messages of a server process that are handled in a turn of the main loop.
-const MESSAGES: usize = 64;
 /// Maximum time for the messages of one server process in a turn of the main loop.
 const TURN: Duration = Duration::from_millis(10);
 /// Maximum number of sockets that a server process reports.
@@ -122,6 +121,7 @@ pub fn run(mut arguments: Vec<OsString>, permit: Permit) -> ExitCode {
             exit::FAILED
         }
     };
+    logging::finish();
     ExitCode::from(status)
 }
 
@@ -203,7 +203,7 @@ impl Supervisor {
                 self.take_signal(signal);
             }
             // The last messages of a server process are handled before its exit.
-            self.receive_from_workers(MESSAGES);
+            self.receive_from_workers();
             self.reap_children();
             self.check_deadlines(Instant::now());
             self.take_configs(Instant::now());
@@ -342,30 +342,22 @@ impl Supervisor {
         self.exit_code = Some(status);
     }
 
-    /// Handles messages of the server processes, at most `most` of each and for a limited time, so
-    /// that signals are handled in between.
-    ///
-    /// `most` is [`MESSAGES`] usually. It is [`QUEUED`] after the end of a process, so that all of
-    /// its remaining messages are handled.
-    fn receive_from_workers(&mut self, most: usize) {
-        let is_last = most == QUEUED;
-        if deferred_close::is_behind() && !is_last {
+    /// Handles messages of the server processes, so that signals are handled in between: of each at
+    /// most [`MESSAGES`], for a limited time, and only up to a message that requires a snapshot.
+    fn receive_from_workers(&mut self) {
+        if deferred_close::is_behind() {
             return;
         }
         // The messages of the current server process are handled before those of an upgrade's next
         // process.
         for is_new in [false, true] {
             let until = Instant::now() + TURN;
-            for _ in 0..most {
-                let is_due = is_last || Instant::now() < until;
+            for _ in 0..MESSAGES {
                 let next = self.upgrade.as_mut().map(|upgrade| &mut upgrade.new);
                 let next = if is_new { next } else { self.worker.as_mut() };
-                let next = next.filter(|_| is_due);
-                let Some(packet) = next.and_then(|next| next.receive(self.fd_store.as_mut()))
-                else {
-                    break;
-                };
-                let code = packet.code;
+                let Some(next) = next.filter(|_| Instant::now() < until) else { break };
+                let is_last = next.process.has_ended();
+                let Some(packet) = next.receive(self.fd_store.as_mut()) else { break };
                 match packet.code {
                     to_supervisor::PREPARED if is_new => self.check_checkpoint(),
                     to_supervisor::CHECKED if is_new => self.checked(&packet.text()),
@@ -380,9 +372,9 @@ impl Supervisor {
                     to_supervisor::RECOVERED => {
                         self.replacement_recovered();
                         self.left = None;
-                        if let Some(worker) = &mut self.worker {
-                            worker.has_taken = true;
-                        }
+                        let worker = self.worker.as_mut();
+                        let is_taken = worker.map(|worker| replace(&mut worker.has_taken, true));
+                        self.want_snapshot(is_taken == Some(false));
                     }
                     // The request of a process that has ended is refused. Otherwise a program that
                     // requests an upgrade and then dies would be started again and again.
@@ -415,17 +407,24 @@ impl Supervisor {
                         let upgrade = self.upgrade.as_ref();
                         if upgrade.is_some_and(|upgrade| upgrade.step == Step::Quiescing) {
                             self.upgrade_failed(&packet.text());
+                            self.want_snapshot(true);
                         }
                     }
                     _ => {}
                 }
-                self.record_message(code);
+                if self.update_fd_store(Instant::now()) {
+                    break;
+                }
             }
         }
     }
 
     /// Records that the server process serves, and reports readiness to the service manager.
     fn serves(&mut self, status: &str) {
+        if self.worker.as_ref().is_some_and(|worker| worker.serves_since.is_some()) {
+            return;
+        }
+        self.want_snapshot(true);
         self.restart = None;
         self.deaths.serves();
         let died = self.died.take();
@@ -441,7 +440,7 @@ impl Supervisor {
             }
         }
         self.replacement_serves();
-        if std::mem::replace(&mut self.is_ready, true) {
+        if replace(&mut self.is_ready, true) {
             notify::try_send(&notify::status(status));
         } else {
             notify::send(&notify::ready(status));

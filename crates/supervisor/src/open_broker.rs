@@ -92,7 +92,7 @@ fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<Own
 mod tests {
     use super::super::grants::{Grants, MAX_GRANTS, Permitted, id_of};
     use super::*;
-    use crate::broker::{self, Kind};
+    use crate::broker::{self, Kind, Owner};
     use crate::permissions::{Permissions, bytes_of};
     use crate::protocol::{receive, send};
     use rustix::fs::{Mode, OFlags, open};
@@ -108,7 +108,7 @@ mod tests {
 
     impl Asks {
         fn new() -> Self {
-            Self(broker::start(Kind::Images).unwrap())
+            Self(broker::start(Kind::Images, Owner::new()).unwrap())
         }
 
         fn ask(&self, code: u8, body: impl AsRef<Path>, fd: Option<BorrowedFd<'_>>) -> Packet {

@@ -6,7 +6,7 @@
 //! read nor write other files through the broker, and can replace a socket of another program only
 //! if that program has ended and the configuration names the path.
 
-use super::grants::GRANTS;
+use super::grants::{GRANTS, MAX_GRANTS};
 use crate::path_protocol::{
     DONE, ERRNO, KEEP, Kind, LISTEN, Made, NO_SOCKET, PAIR, REFUSED, REMOVE, REMOVE_DIRECTORY,
     REMOVE_UNANSWERED, TCP, TRACE,
@@ -159,6 +159,10 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
         let text = format!("the sandbox permits no socket at {}", path.display());
         return Err(io::Error::other(text));
     }
+    if !GRANTS.lock().has_room_for(&bytes_of(&absolute(&at))) {
+        let text = format!("a server creates at most {MAX_GRANTS} sockets: remove others first");
+        return Err(io::Error::other(text).into());
+    }
     let (mode, group) = match kind {
         Kind::Plain => (None, None),
         Kind::Controller => (permissions.mode, permissions.group),
@@ -236,7 +240,7 @@ mod tests {
             permissions.mode = Some(0o640);
             permissions.control = vec![bytes_of(&at("run/vm"))];
         }
-        let process = Asks(broker::start(broker::Kind::Paths).unwrap());
+        let process = Asks(broker::start(broker::Kind::Paths, broker::Owner::new()).unwrap());
         let path = at("sockets/a");
         let others = ["elsewhere/a", "sockets/link/a", "sockets/../elsewhere/a", "run/empty/a"];
         for refused in others {
@@ -310,5 +314,15 @@ mod tests {
         assert_eq!(process.ask(TCP, "127.0.0.1:0").code, ERRNO);
         assert_eq!(process.ask(b'?', "").code, ERRNO);
         assert_eq!(process.ask(b'p', "{}").code, ERRNO, "nothing registers permissions");
+        // The number of sockets is limited. One of them can still be replaced.
+        let dummy = |number| Made { path: Bytes(format!("/{number}").into()), file: None };
+        assert_eq!(process.listen(Kind::Plain, &path).code, DONE);
+        (0..MAX_GRANTS).map(dummy).for_each(|made| GRANTS.lock().created(made, None));
+        let answer = process.listen(Kind::Plain, &at("sockets/more"));
+        assert!(answer.text().contains("at most 4096 sockets"), "{}", answer.text());
+        assert!(answer.code == REFUSED && !at("sockets/more").exists());
+        assert_eq!(process.listen(Kind::Plain, &path).code, DONE);
+        (0..MAX_GRANTS).map(dummy).for_each(|made| GRANTS.lock().removed(&made));
+        assert_eq!(process.listen(Kind::Plain, &at("sockets/more")).code, DONE);
     }
 }

@@ -47,6 +47,11 @@ impl Process {
         self.fd().filter(|_| !self.is_child && self.ended.is_none())
     }
 
+    /// True if the exit of the process was noticed.
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended.is_some()
+    }
+
     /// Returns the exit status if the process has ended.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
         if self.ended.is_none() {

@@ -6,7 +6,7 @@ use super::log::log_line;
 use super::restart_policy::Next;
 use super::state::Supervisor;
 use super::upgrade_progress::Step;
-use super::worker::{QUEUED, Worker, how, is_fault, is_killed};
+use super::worker::{Worker, how, is_fault, is_killed};
 use crate::protocol::{RECOVER, START};
 use shadowbell_process::{exit, notify};
 use std::path::Path;
@@ -15,19 +15,19 @@ use std::time::{Duration, Instant};
 impl Supervisor {
     pub(super) fn reap_children(&mut self) {
         self.leaving.retain_mut(|worker| worker.process.ended().is_none());
-        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.process.ended());
-        let old =
-            self.worker.as_mut().and_then(|worker| Some((worker.process.ended()?, worker.pid())));
-        // Messages that the process has sent between the last read and its exit are handled first.
-        if new.is_some() || old.is_some() {
-            self.receive_from_workers(QUEUED);
-        }
+        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
         if let Some(status) = new {
             self.replacement_exited(status);
         }
-        let Some((status, pid)) = old else { return };
-        // A message may have made the next process of an upgrade the current server process.
-        let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
+        // When the service ends, further messages have no effect.
+        let is_end = self.ended != 0 && self.upgrade.is_none();
+        let ended = |worker: &mut Worker| match is_end {
+            true => worker.process.ended(),
+            false => worker.ended(),
+        };
+        let Some(status) = self.worker.as_mut().and_then(ended) else { return };
+        let Some(mut worker) = self.worker.take() else { return };
+        let pid = worker.pid();
         if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step == Step::Ending) {
             log_line(&format!("process {pid} was ended; another process recovers its clients"));
             let left = worker.take_checkpoint(None);
@@ -48,7 +48,9 @@ impl Supervisor {
         }
         match status.code() {
             None => {
-                if worker.has_recovered() {
+                // A process that was started without a checkpoint may have clients (of an export)
+                // before it reports that it serves.
+                if worker.has_recovered() || self.left.is_none() {
                     self.left = worker.take_checkpoint(Some(status));
                 }
                 let served = worker.serves_since.map(|since| since.elapsed());

@@ -22,15 +22,20 @@ use crate::permissions::Permit;
 use crate::protocol;
 use rustix::io::{FdFlags, fcntl_setfd};
 use shadowbell_memory::process::{BlockedSignals, execute, take_inherited, unblock_signals};
+use shadowbell_process::{deferred_close, logging};
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Command-line argument of a program that is started to check a snapshot.
 pub const CHECK: &str = "supervisor-check";
+
+/// Maximum time before the exec until the log is written. A reader that hangs does not delay the
+/// exec further.
+const LOGS: Duration = Duration::from_millis(50);
 
 /// Answer of a program that accepts the snapshot.
 const CAN: &str = "can go on";
@@ -57,6 +62,9 @@ impl Supervisor {
             Ok(()) => {
                 let limit = LIMIT.as_secs();
                 let what = match pending_exec.step {
+                    Step::Can(_) if deferred_close::is_waiting() => {
+                        "a descriptor that the server process sent was not closed"
+                    }
                     Step::Requested(..) => "the new program did not answer",
                     _ => "there was no quiet moment",
                 };
@@ -108,13 +116,16 @@ impl Supervisor {
         Ok((command.spawn()?, identity))
     }
 
-    /// Returns true if one server process serves and no upgrade or restart runs.
+    /// Returns true if one server process serves and no upgrade or restart runs. No descriptor is
+    /// being closed: the exec would wait for a thread whose close waits for a file system.
     fn is_quiet(&self) -> bool {
         let worker = self.worker.as_ref();
         worker.is_some_and(|worker| {
-            worker.serves_since.is_some() && !worker.has_unsent() && !worker.items.is_open
+            worker.serves_since.is_some()
+                && !(worker.has_unsent() || worker.items.is_open || worker.process.has_ended())
         }) && self.upgrade.is_none()
             && self.leaving.is_empty()
+            && !deferred_close::is_waiting()
             && self.config_reads.iter().all(|read| read.deadline().is_none())
             && self.restart.is_none()
             && self.died.is_none()
@@ -171,6 +182,7 @@ impl Supervisor {
         };
         match send() {
             Ok(left) => {
+                logging::finish_within(LOGS);
                 execute(program.as_os_str(), with_snapshot(&self.arguments, left.as_raw_fd()))
             }
             Err(error) => error,
@@ -221,4 +233,42 @@ fn answer_of(child: &mut Child) -> String {
     let mut answer = [0; 512];
     let len = { output }.read(&mut answer).unwrap_or_default();
     String::from_utf8_lossy(&answer[..len]).trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::process::Process;
+    use super::super::worker::Worker;
+    use super::*;
+    use crate::permissions::Permissions;
+    use rustix::net::sockopt::{set_socket_linger, set_socket_send_buffer_size};
+    use shadowbell_testing::wait::{LIMIT, until};
+    use std::net::{TcpListener, TcpStream};
+
+    /// The exec waits while a descriptor is being closed: it would have to wait for the closing
+    /// thread, without a limit, and no signal would be handled.
+    #[test]
+    fn a_close_that_does_not_end_prevents_the_exec() {
+        let mut supervisor =
+            Supervisor::new(Vec::new(), |_, _| Ok(Permissions::default())).unwrap();
+        let process = Process::from_saved(rustix::process::getpid(), None, false);
+        let mut worker = Worker::new(process, None, Path::new(""));
+        worker.serves_since = Some(Instant::now());
+        supervisor.worker = Some(worker);
+        // Other tests close descriptors, too.
+        until("a moment without a close", || supervisor.is_quiet());
+        // The close of this socket lingers until its peer, which does not read, is dropped.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (reader, _) = listener.accept().unwrap();
+        set_socket_send_buffer_size(&slow, 4096).unwrap();
+        slow.set_nonblocking(true).unwrap();
+        while slow.write(&[0; 65536]).is_ok() {}
+        slow.set_nonblocking(false).unwrap();
+        set_socket_linger(&slow, Some(LIMIT)).unwrap();
+        deferred_close::defer([slow.into()]);
+        assert!(!supervisor.is_quiet());
+        drop(reader);
+        until("the end of the close", || supervisor.is_quiet());
+    }
 }

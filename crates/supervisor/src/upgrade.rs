@@ -19,7 +19,7 @@ use super::state::Supervisor;
 use super::upgrade_progress::{
     Replacement, STEP, Step, Upgrade, add_warnings, answer_to, send_outcome,
 };
-use super::worker::{Left, QUEUED, Worker, how};
+use super::worker::{Left, MESSAGES, Worker, how};
 use crate::protocol::{RECOVER, answer, to_worker};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -238,7 +238,7 @@ impl Supervisor {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         // The reason that the new process sent is more specific than its exit status.
         let mut receive = || upgrade.new.receive(self.fd_store.as_mut());
-        (0..QUEUED).map_while(|_| receive()).for_each(drop);
+        (0..MESSAGES).map_while(|_| receive()).for_each(drop);
         let reason = upgrade.new.why.take().or(upgrade.why);
         self.kill(upgrade.new);
         send_outcome(upgrade.asker, Err(reason.as_deref().unwrap_or(why)));

@@ -1,6 +1,6 @@
 //! Server process as seen by the supervisor: its handle, its messages and its checkpoint.
 
-use super::broker::{self, Kind};
+use super::broker::{self, Kind, Owner};
 use super::command_line::is_verb;
 use super::fd_store::FdStore;
 use super::grants::{GRANTS, Permitted};
@@ -8,6 +8,7 @@ use super::log::log_line;
 use super::process::Process;
 use crate::checkpoint::{COMPLETE, Checkpoint, Part, memory_of};
 use crate::protocol::{self, AS_WORKER, Packet, to_supervisor, to_worker};
+use rustix::net::{Shutdown, shutdown};
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use shadowbell_process::deferred_close;
@@ -22,8 +23,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Instant;
 
-/// Upper bound of the number of messages in the socket of a server process that has ended.
-pub(super) const QUEUED: usize = 4096;
+/// Maximum number of messages from a server process, and of checkpoint parts to it, in a turn of
+/// the main loop.
+pub(super) const MESSAGES: usize = 64;
 /// Maximum number of packets with checkpoint changes that one call of [`Worker::receive`] handles.
 const MAX_AT_ONCE: usize = 16;
 
@@ -56,6 +58,8 @@ pub(super) struct Death {
 /// A server process.
 pub(super) struct Worker {
     pub(super) process: Process,
+    /// Owner of the process's brokers.
+    owner: Owner,
     /// Socket to the process; `None` after the process has closed its end.
     pub(super) link: Option<OwnedFd>,
     /// Program that the process runs.
@@ -119,7 +123,8 @@ impl Worker {
         for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(name);
         }
-        let brokers = [broker::start(Kind::Images)?, broker::start(Kind::Paths)?];
+        let owner = Owner::new();
+        let brokers = [broker::start(Kind::Images, owner)?, broker::start(Kind::Paths, owner)?];
         let config = match permitted {
             Some(permitted) => permitted.config.clone(),
             None => GRANTS.lock().facts.config.clone(),
@@ -128,13 +133,16 @@ impl Worker {
         let fds: Vec<_> = brokers.iter().chain(&config).map(AsFd::as_fd).collect();
         protocol::send_bytes(&ours, to_worker::BEGIN, &[], &fds, true)?;
         let child = command.stdin(Stdio::from(theirs)).spawn()?;
-        Ok(Self::new(child.into(), Some(ours), program))
+        let mut worker = Self::new(child.into(), Some(ours), program);
+        worker.owner = owner;
+        Ok(worker)
     }
 
     /// Creates the state of a server process that has sent nothing.
     pub(super) fn new(process: Process, link: Option<OwnedFd>, program: &Path) -> Self {
         Self {
             process,
+            owner: Owner::default(),
             link,
             program: program.to_owned(),
             serves_since: None,
@@ -182,7 +190,8 @@ impl Worker {
         is_usable.then(|| self.items.clone())
     }
 
-    /// Sends parts of the old checkpoint, and then messages, until the socket is full.
+    /// Sends parts of the old checkpoint, at most [`MESSAGES`] of them, and then messages, until
+    /// the socket is full.
     pub(super) fn forward(&mut self) {
         let Some(link) = &self.link else { return };
         // Returns false if the socket is full. Other errors mean that the process has exited, which
@@ -191,12 +200,16 @@ impl Worker {
             let sent = protocol::send_bytes(link, code, bytes, fds, true);
             !sent.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
         };
-        while let Some(part) = self.parts.front() {
+        for _ in 0..MESSAGES {
+            let Some(part) = self.parts.front() else { break };
             let packet = part.packet();
             if !is_sent(to_worker::CHECKPOINT, &packet.bytes, &packet.fds) {
                 return;
             }
             self.parts.pop_front();
+        }
+        if !self.parts.is_empty() {
+            return;
         }
         let later = self.later.get_mut();
         while let Some(message) = later.front() {
@@ -221,6 +234,16 @@ impl Worker {
         let by_fault = ended.is_some_and(is_fault);
         let death = Death { by_fault, last_by_fault: by_fault, is_quiesced: false };
         items.contains(COMPLETE).then_some(Left { items, death })
+    }
+
+    /// Returns the exit status if the process has ended, and all of its messages were received.
+    pub(super) fn ended(&mut self) -> Option<ExitStatus> {
+        let status = self.process.ended()?;
+        let Some(link) = &self.link else { return Some(status) };
+        // If another process holds the other end, it cannot send further messages, so the queue
+        // ends.
+        let _ = shutdown(link, Shutdown::Read);
+        None
     }
 
     pub(super) fn pid(&self) -> u32 {
@@ -278,6 +301,8 @@ impl Worker {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
                 Ok(None) | Err(_) => {
                     deferred_close::close(self.link.take());
+                    // The store still contains the link, so the process does not notice the close.
+                    fd_store.into_iter().for_each(FdStore::is_stale);
                     return None;
                 }
             };
@@ -285,8 +310,9 @@ impl Worker {
             match packet.code {
                 to_supervisor::CHECKPOINT => self.has_changed = true,
                 code => {
-                    if code == to_supervisor::FAILED {
+                    if code == to_supervisor::FAILED && self.why.is_none() {
                         self.why = Some(packet.text());
+                        fd_store.into_iter().for_each(|fd_store| fd_store.is_wanted = true);
                     }
                     let has_fd = matches!(code, to_supervisor::UPGRADE | to_supervisor::FORGET);
                     let used = usize::from(has_fd);
@@ -368,6 +394,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         // The process may have queued descriptors that are slow to close.
         deferred_close::close(self.link.take());
+        self.owner.ended();
     }
 }
 

@@ -1,7 +1,8 @@
 //! Campaign of a compromised server process against its supervisor, over the supervisor's real
-//! sockets: floods of each message, requests outside of the permissions, and descriptors that are
-//! slow to close. No file, socket or process outside of the grants may change, and the shutdown has
-//! to begin while the flood continues.
+//! sockets: floods of each message, requests outside of the permissions, descriptors that are slow
+//! to close, a full log, and a death with many messages queued. No file, socket or process outside
+//! of the grants may change, and the shutdown has to begin while the flood continues. Each attack
+//! is made without a service manager, and with one that stores descriptors.
 //!
 //! The test program starts itself as the supervisor (`serve`), which starts the same program as the
 //! server process (`--as-worker`). The first argument is the number of messages before the
@@ -21,15 +22,15 @@ use shadowbell_supervisor::protocol::{
     to_worker,
 };
 use shadowbell_testing::process_group::ProcessGroup;
-use shadowbell_testing::wait::LIMIT;
+use shadowbell_testing::wait::{LIMIT, pause};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -69,8 +70,33 @@ const MESSAGES: [(&str, u8); 14] = [
 ];
 
 /// Attacks other than the repetition of one message.
-const OTHERS: [&str; 6] =
-    ["checkpoint with descriptors", "many keys", "slow descriptors", ENDS_LINK, "images", "paths"];
+const OTHERS: [&str; 10] = [
+    "checkpoint with descriptors",
+    "many keys",
+    "slow descriptors",
+    "images",
+    "paths",
+    LARGE.0,
+    HUGE.0,
+    FULL_LOG,
+    DIES,
+    ENDS_LINK,
+];
+
+/// Attacks with many transactions of two packets, for each of which the supervisor writes snapshots
+/// of its state: name of the attack, and number of checkpoint items. A state of the first size is
+/// stored in the service manager's fd store, and one of the second size is too large for it.
+const LARGE: (&str, usize) = ("large state", 1700);
+const HUGE: (&str, usize) = ("huge state", 10_000);
+/// Number of messages of other attacks for one such transaction.
+const PER_TRANSACTION: usize = 500;
+
+/// Attack that fills the pipe of the log, which no process reads.
+const FULL_LOG: &str = "full log";
+
+/// Attack in which the server process dies with many transactions in its socket, which another
+/// process still holds.
+const DIES: &str = "death";
 
 /// Attack that closes the server process's connection to the supervisor.
 const ENDS_LINK: &str = "empty packets";
@@ -80,6 +106,32 @@ const MEMORY: u64 = 350 << 10;
 
 /// User id of another user.
 const OTHER_USER: u32 = 65534;
+
+/// Service manager of the test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Manager {
+    /// No service manager.
+    None,
+    /// Stores the descriptors and reads all notifications.
+    Stores,
+    /// Drops the descriptors, and reads no notification after the supervisor is ready.
+    Drops,
+}
+
+impl Manager {
+    /// Serves the socket until the supervisor is ready, or until the socket is shut down.
+    fn run(self, socket: &UnixDatagram) {
+        let mut stored = Vec::new();
+        while let Ok(Some(packet)) = protocol::receive(socket, false) {
+            let is_ready = packet.text().contains("EADY=1");
+            match self {
+                Self::Drops if is_ready => break,
+                Self::Drops | Self::None => {}
+                Self::Stores => stored.extend(packet.fds),
+            }
+        }
+    }
+}
 
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().collect();
@@ -100,10 +152,13 @@ fn main() -> ExitCode {
     }
     let all = || MESSAGES.iter().map(|(name, _)| *name).chain(OTHERS);
     let is_wanted = |name: &&str| words.contains(name) || !all().any(|one| words.contains(&one));
-    for attack in all().filter(is_wanted) {
-        let took = withstands(attack, count);
-        println!("{attack}: the shutdown began after {} ms", took.as_millis());
-        assert!(count < CAMPAIGN || took <= BEGINS, "{attack}: {took:?}");
+    for (nth, attack) in all().enumerate().filter(|(_, attack)| is_wanted(attack)) {
+        let with_store = if nth % 2 == 0 { Manager::Stores } else { Manager::Drops };
+        for manager in [Manager::None, with_store] {
+            let took = withstands(attack, count, manager);
+            println!("{attack} ({manager:?}): the shutdown began after {} ms", took.as_millis());
+            assert!(count < CAMPAIGN || took <= BEGINS, "{attack}: {took:?}");
+        }
     }
     ExitCode::SUCCESS
 }
@@ -143,7 +198,7 @@ fn outside(root: &Path) -> Vec<String> {
 
 /// Runs an attack, ends the supervisor during the attack, and returns the time until its shutdown
 /// began.
-fn withstands(attack: &str, count: usize) -> Duration {
+fn withstands(attack: &str, count: usize, manager: Manager) -> Duration {
     let root = tempfile::tempdir().expect("a directory");
     let at = |name: &str| root.path().join(name);
     std::fs::create_dir(at("sockets")).expect("a directory");
@@ -159,6 +214,7 @@ fn withstands(attack: &str, count: usize) -> Duration {
         std::thread::spawn(move || listener.incoming().for_each(drop));
     }
     drop(["stale.sock", "sockets/stale.sock"].map(listen));
+    let notify = UnixDatagram::bind(at("notify")).expect("a socket");
     let mut bystander = ProcessGroup::spawn(Command::new("sleep").arg("3600")).expect("sleep");
     let before = outside(root.path());
     let mut command = Command::new(std::env::current_exe().expect("this program"));
@@ -166,7 +222,17 @@ fn withstands(attack: &str, count: usize) -> Duration {
     let path = root.path().as_os_str().to_owned();
     let values = [attack.into(), count.to_string().into(), path];
     command.envs(VARIABLES.into_iter().zip(values)).env_remove("NOTIFY_SOCKET");
+    if manager != Manager::None {
+        command.env("NOTIFY_SOCKET", at("notify")).env("FDSTORE", "4");
+    }
+    let (_unread, full) = io::pipe().expect("a pipe");
+    if attack == FULL_LOG {
+        command.stderr(full);
+    }
+    let served = notify.try_clone().expect("a copy");
+    let service_manager = std::thread::spawn(move || manager.run(&served));
     let mut supervisor = ProcessGroup::spawn(&mut command).expect("the supervisor");
+    drop(command);
     let mut lines = BufReader::new(supervisor.stdout.take().expect("a pipe")).lines();
     let mut line = |expected: &str| loop {
         let line = lines.next().expect("the process is alive").expect("a line");
@@ -186,17 +252,23 @@ fn withstands(attack: &str, count: usize) -> Duration {
     let began = Instant::now();
     let pid = rustix::process::Pid::from_child(&supervisor);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
-    // In this attack, the supervisor kills the server process, because its connection has ended.
-    let expected = if attack == ENDS_LINK { None } else { Some("end") };
+    // In these attacks, no server process receives the request to end: the supervisor has killed
+    // it, because its connection has ended, or it has died.
+    let is_ended = attack == ENDS_LINK || attack == DIES;
+    let expected = if is_ended { None } else { Some("end") };
     expected.into_iter().for_each(&mut line);
-    let status = (attack == ENDS_LINK).then(|| supervisor.wait());
+    let status = is_ended.then(|| supervisor.wait());
     let took = began.elapsed();
+    notify.shutdown(Shutdown::Both).expect("a socket");
+    service_manager.join().expect("a thread");
     assert!(bystander.try_wait().expect("a process").is_none(), "{attack}: the bystander died");
     assert_eq!(outside(root.path()), before, "{attack}");
     let connects = |name: &str| UnixStream::connect(at(name)).is_ok();
     assert!(connects("other.sock") && connects("sockets/other.sock"), "{attack}");
     let status = status.unwrap_or_else(|| supervisor.wait());
-    assert_eq!(status.code(), Some(i32::from(attack == ENDS_LINK)), "{attack}: {status}");
+    // If the next server process was started before the signal, it ends with success.
+    let is_expected = attack == DIES && status.code() == Some(0);
+    assert!(is_expected || status.code() == Some(i32::from(is_ended)), "{attack}: {status}");
     took
 }
 
@@ -305,6 +377,39 @@ fn hostile(is_first: bool) {
             assert_eq!(answer.code, answer::NO, "{}", answer.text());
             repeat(count, |number| give(&link, b'?', &number.to_le_bytes(), &[]));
         }
+        name if name == LARGE.0 || name == HUGE.0 => {
+            fill_checkpoint(&link, if name == LARGE.0 { LARGE.1 } else { HUGE.1 });
+            repeat(count / PER_TRANSACTION, |_| {
+                while !transaction(&link) && !END.load(Ordering::Acquire) {
+                    pause();
+                }
+            });
+        }
+        FULL_LOG => {
+            let log = io::stderr();
+            rustix::io::ioctl_fionbio(&log, true).expect("a pipe");
+            for size in [4096, 1] {
+                while rustix::io::write(&log, &vec![b'x'; size]).is_ok() {}
+            }
+            rustix::io::ioctl_fionbio(&log, false).expect("a pipe");
+            // The supervisor logs that the checkpoint cannot be stored.
+            give(&link, to_supervisor::CHECKPOINT, b"\x03?", &[]);
+            repeat(count, |number| give(&link, b'?', &number.to_le_bytes(), &[]));
+        }
+        DIES => {
+            fill_checkpoint(&link, LARGE.1);
+            let supervisor = rustix::process::getppid().expect("a parent");
+            let signal =
+                |pid, signal| rustix::process::kill_process(pid, signal).expect("a signal");
+            let mut holder = Command::new("sleep");
+            holder.arg("3600").stdin(link.try_clone().expect("a copy")).stdout(Stdio::null());
+            drop(holder.spawn().expect("sleep"));
+            signal(supervisor, rustix::process::Signal::STOP);
+            while transaction(&link) {}
+            tell("flooding");
+            signal(supervisor, rustix::process::Signal::CONT);
+            signal(rustix::process::getpid(), rustix::process::Signal::KILL);
+        }
         "many keys" => repeat(count.max(MANY_KEYS), |number| {
             put(&link, &format!("item/{number}"), &[7; 1024], &[]);
         }),
@@ -411,6 +516,19 @@ fn put(link: &OwnedFd, key: &str, body: &[u8], fds: &[BorrowedFd<'_>]) {
     for packet in packets(&changes, &mut memory).expect("packets") {
         give(link, to_supervisor::CHECKPOINT, &packet.bytes, &packet.fds);
     }
+}
+
+/// Fills the checkpoint with this number of items.
+fn fill_checkpoint(link: &OwnedFd, items: usize) {
+    put(link, shadowbell_supervisor::checkpoint::COMPLETE, &[], &[]);
+    (0..items).for_each(|number| put(link, &format!("large/{number}"), &[7; 4096], &[]));
+}
+
+/// Sends a transaction of two packets without changes. Returns false if the socket is full.
+fn transaction(link: &OwnedFd) -> bool {
+    // The first packet begins the transaction, and the second one ends it.
+    let send = |flags| send_bytes(link, to_supervisor::CHECKPOINT, &[flags], &[], true).is_ok();
+    send(1) && send(2)
 }
 
 /// Socket whose close blocks (SO_LINGER), because the peer does not read.

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -10,10 +11,13 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use common::*;
-use shadowbell_vfio_user::Listener;
+use rustix::net::SendFlags;
+use shadowbell_state::Descriptors;
+use shadowbell_testing::wait;
 use shadowbell_vfio_user::codec::SendQueue;
-use shadowbell_vfio_user::server::Limits;
+use shadowbell_vfio_user::server::{Limits, PortRecorder, RestoredPort, SavedPort};
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
+use shadowbell_vfio_user::{Listener, Reactor};
 use zerocopy::IntoBytes;
 
 struct Dice(u64);
@@ -504,4 +508,79 @@ fn a_freeze_suspends_the_message_timeout() {
     raw.send(&bytes[20..]);
     assert_eq!(raw.reply().header.id, 5);
     assert_eq!(shared.log(), ["connected, 8 fds"]);
+}
+
+/// Recorder of a process that dies, as seen from its sockets. When `is_due` is true and a
+/// checkpoint contains `words`, it sends the checkpoint to the test, and the reactor waits until
+/// the test ends.
+struct Death {
+    is_due: Arc<AtomicBool>,
+    words: &'static str,
+    checkpoints: Sender<Last>,
+    end: Arc<std::sync::Mutex<Receiver<()>>>,
+}
+
+impl PortRecorder for Death {
+    fn record(&mut self, port: &SavedPort, fds: Descriptors) {
+        let mut last = Last::default();
+        last.record(port, fds);
+        if self.is_due.load(Ordering::SeqCst) && last.text().contains(self.words) {
+            let _ = self.checkpoints.send(last);
+            let _ = self.end.lock().unwrap().recv();
+        }
+    }
+}
+
+/// The socket is full when a process dies before it has sent a reply, and also when the next one
+/// dies.
+#[test]
+fn a_reply_survives_two_deaths_with_a_full_socket() {
+    let mut servers: Vec<_> = (0..3).map(|_| Server::start(Limits::default())).collect();
+    let (checkpoints, last) = channel();
+    let (_over, end) = channel();
+    let end = Arc::new(std::sync::Mutex::new(end));
+    let is_due = Arc::new(AtomicBool::new(false));
+    let death = |words| {
+        let (is_due, checkpoints, end) =
+            (Arc::clone(&is_due), checkpoints.clone(), Arc::clone(&end));
+        Box::new(Death { is_due, words, checkpoints, end })
+    };
+    let next = || last.recv_timeout(wait::LIMIT).expect("a checkpoint");
+    let path = servers[0].directory.path().join("device");
+    let (device, shared) = TestDevice::new();
+    let listener = Listener::bind(&path).unwrap();
+    servers[0].handle.add_recorded(listener, device, death("\"handled\":{"));
+    let mut raw = Raw::attach(&path);
+    raw.read(0, 1).ok();
+    is_due.store(true, Ordering::SeqCst);
+    let reset = raw.message(command::DEVICE_RESET, 0, &[]);
+    raw.send(&reset);
+    let (saved, mut fds) = next().copy();
+    // Earlier replies that the client has not read.
+    let send = |fd| rustix::net::send(fd, &[0; 4096], SendFlags::DONTWAIT).unwrap_or(0);
+    let unread: usize = fds
+        .iter()
+        .map(|fd| std::iter::repeat_with(|| send(fd)).take_while(|n| *n != 0).sum::<usize>())
+        .sum();
+    assert!(unread > 0);
+    for server in &mut servers[1..] {
+        drop(server.freeze());
+    }
+    let reactor = |server: &Server, saved, fds: &mut Descriptors, recorder| {
+        let mut reactor = Reactor::new(server.limits).unwrap();
+        let device = TestDevice::of(&shared);
+        let restored = RestoredPort::new(saved, fds, device, &server.limits).unwrap();
+        let port = reactor.serve_restored(restored).unwrap();
+        reactor.record_with(port, recorder);
+        reactor
+    };
+    // The second process dies after the first checkpoint that it stores while it sends the reply.
+    let second = reactor(&servers[1], saved, &mut fds, death("\"handled\":null"));
+    servers[1].run(second);
+    let (saved, mut fds) = next().copy();
+    let third = reactor(&servers[2], saved, &mut fds, Box::<Last>::default());
+    servers[2].run(third);
+    raw.stream.read_exact(&mut vec![0; unread]).unwrap();
+    assert_eq!(raw.reply().header.command, command::DEVICE_RESET);
+    raw.read(0, 1).ok();
 }

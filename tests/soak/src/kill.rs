@@ -17,6 +17,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
 use rustix::process::Signal;
 use serde_json::json;
 use shadowbell_bench::table::Table;
@@ -108,6 +109,23 @@ pub fn test(report: &mut Report, binary: &Path) {
     };
     soak(report, binary, &few);
     soak(report, binary, &Arguments { kills: 10, control: true, ..few });
+}
+
+/// Run with a controller for each disk type.
+pub(crate) fn all_kinds(report: &mut Report, binary: &Path, kills: u32, seed: u64) {
+    let disk = DiskKind::value_variants().to_vec();
+    let all = Arguments {
+        kills,
+        seed,
+        controllers: disk.len() as u16,
+        disk,
+        flush_every: 4096,
+        workers: 2,
+        control: false,
+        phases: false,
+        shadowbell: None,
+    };
+    soak(report, binary, &all);
 }
 
 impl Arguments {

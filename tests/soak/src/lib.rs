@@ -5,6 +5,7 @@
 mod attackers;
 mod clients;
 mod counters;
+mod front_ends;
 mod honest;
 pub mod kill;
 mod load;
@@ -29,6 +30,7 @@ Examples:
   cargo xtask soak neighbours --minutes 0.5 --controllers 40
   cargo xtask soak kill                         10,000 kills
   cargo xtask soak kill --kills 200 --seed 7
+  cargo xtask soak front-ends                   1,000 kills of each front end
   cargo xtask soak qcow2 --operations 1000000
   cargo xtask soak upgrade --previous /usr/bin/shadowbell
   cargo xtask soak wakeups --minutes 60";
@@ -55,6 +57,12 @@ enum What {
     /// or has no completion within 30 s, or if an interrupt is lost. The time without a
     /// completion is printed and not checked.
     Kill(kill::Arguments),
+    /// Kill the server process of each front end: vfio-user, NBD, vhost-user-blk and FUSE, with the
+    /// disk types in rotation.
+    ///
+    /// Fails if an acknowledged write is lost, if a request fails, or if an image is damaged. FUSE
+    /// takes root.
+    FrontEnds(front_ends::Arguments),
     /// Kill a process that executes random operations on a qcow2 image, at random moments.
     ///
     /// Fails if flushed data are lost (or acknowledged data, where the disk is recovered by the
@@ -79,6 +87,7 @@ pub fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
     match arguments.what {
         What::Neighbours(arguments) => neighbours::run(report, &arguments),
         What::Kill(arguments) => kill::run(report, &arguments),
+        What::FrontEnds(arguments) => front_ends::run(report, &arguments),
         What::Qcow2(arguments) => qcow2::run(report, &arguments),
         What::Upgrade(arguments) => upgrade::run(report, &arguments),
         What::Wakeups(arguments) => wakeups::run(report, &arguments),

@@ -52,10 +52,10 @@ pub enum Output {
     Tests,
 }
 
-/// Starts the jobs in their order, as many at a time as the machine has CPUs. Prints the output of
-/// a job when the job has ended, and adds its counts to the report.
-pub fn side_by_side(report: &mut Report, jobs: Vec<Job>) {
-    let lanes = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
+/// Starts the jobs in their order, at most `lanes` at a time. Prints the output of a job when the job
+/// has ended, and adds its counts to the report.
+pub fn side_by_side(report: &mut Report, lanes: usize, jobs: Vec<Job>) {
+    let lanes = lanes.clamp(1, jobs.len().max(1));
     let jobs = Mutex::new(jobs.into_iter());
     let (sender, results) = channel();
     thread::scope(|scope| {
@@ -275,6 +275,7 @@ mod tests {
         let mut report = Report::default();
         side_by_side(
             &mut report,
+            3,
             vec![
                 job("good", "echo; echo '3 passed, 0 failed'"),
                 job("bad", "echo 'failed: part: check'; echo '4 passed, 1 failed'; exit 1"),

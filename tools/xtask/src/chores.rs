@@ -56,7 +56,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     let program = report.check("the program is built for tests", |_| build_for_tests());
     if let Some(program) = &program {
         // The attacks compare delays of a neighbour, so no other step runs meanwhile.
-        side_by_side(report, vec![part("hostile", Part::Hostile, program)]);
+        side_by_side(report, 1, vec![part("hostile", Part::Hostile, program)]);
         jobs(report, program, with_guest);
     } else {
         loom_models(report);
@@ -89,10 +89,9 @@ struct BusyLoops(Vec<Child>);
 
 impl BusyLoops {
     fn start() -> Result<Self> {
-        let cpus = std::thread::available_parallelism()?.get();
         let script = format!("while kill -0 {} 2> /dev/null; do :; done", std::process::id());
         let mut loops = Self(Vec::new());
-        for _ in 0..cpus {
+        for _ in 0..cpus() {
             loops.0.push(Command::new("setsid").args(["sh", "-c", &script]).spawn()?);
         }
         Ok(loops)
@@ -128,8 +127,8 @@ fn programs(report: &mut Report) {
     }
 }
 
-/// Test programs of all crates, and the examples in the documentation. As many run side by side as
-/// the machine has CPUs, because most tests wait for a process half of the time.
+/// Test programs of all crates, and the examples in the documentation. One more runs than the
+/// machine has CPUs, because tests mostly wait for processes: those of `serve` use 0.6 CPUs.
 fn tests(report: &mut Report) {
     let Some(mut programs) = report.check("the tests are found", |_| test_programs()) else {
         return;
@@ -150,13 +149,18 @@ fn tests(report: &mut Report) {
         command.current_dir(&package).env("CARGO_MANIFEST_DIR", &package);
         Job { name: source, command, output: Output::Tests }
     }));
-    in_own_directories(report, jobs);
+    in_own_directories(report, cpus() + 1, jobs);
 }
 
-/// Runs jobs side by side, each with a directory of its own for control sockets. `shadowbell ctl -s
-/// SOCKET` asks every server in the directory of the sockets. In a common directory it would wake
-/// the servers of other jobs. Some of these servers have to be idle.
-fn in_own_directories(report: &mut Report, mut jobs: Vec<Job>) {
+/// Number of CPUs of the machine.
+fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Runs jobs side by side, at most `lanes` at a time, each with a directory of its own for control
+/// sockets. `shadowbell ctl -s SOCKET` asks every server in the directory of the sockets. In a
+/// common directory it would wake the servers of other jobs. Some of these servers have to be idle.
+fn in_own_directories(report: &mut Report, lanes: usize, mut jobs: Vec<Job>) {
     let Some(sockets) = report.check("a directory for sockets", |_| Ok(tempfile::tempdir()?))
     else {
         return;
@@ -164,7 +168,7 @@ fn in_own_directories(report: &mut Report, mut jobs: Vec<Job>) {
     for (number, job) in jobs.iter_mut().enumerate() {
         job.command.env("SHADOWBELL_RUN_DIR", sockets.path().join(number.to_string()));
     }
-    side_by_side(report, jobs);
+    side_by_side(report, lanes, jobs);
 }
 
 /// `cargo xtask book`.
@@ -279,7 +283,7 @@ fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
         }
     }
     jobs.extend([part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)]);
-    in_own_directories(report, jobs);
+    in_own_directories(report, cpus(), jobs);
 }
 
 /// Suites on both kernels. The longest start first, so that no CPU is idle at the end.

@@ -79,6 +79,11 @@ enum Verb {
     /// systemd-container, lintian), and a Debian root is downloaded once to target/debian.
     #[command(after_help = deb::EXAMPLES)]
     Package(deb::Arguments),
+    /// Test the page of libvirt: start, stop and restart a domain of a real libvirtd.
+    ///
+    /// As root on Debian; a Debian root with libvirt and QEMU is downloaded once to target/debian,
+    /// and booted by systemd. The guest runs under TCG.
+    Libvirt(deb::libvirt::Arguments),
     /// Run suites in a Linux guest under QEMU, on a disk under test.
     ///
     /// Logs of the last run are in target/guest/logs.
@@ -232,6 +237,7 @@ fn main() -> ExitCode {
         Verb::Crates => crates::run(&mut report, true),
         Verb::Deny => chores::deny(&mut report),
         Verb::Package(arguments) => deb::run(&mut report, &arguments),
+        Verb::Libvirt(arguments) => deb::libvirt::run(&mut report, &arguments),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),

@@ -54,24 +54,30 @@ impl Settings {
         Self { allow: now.allow.clone(), ..self.clone() } == *now
     }
 
-    /// Returns true if a file with these settings contradicts the current settings `now`. A setting
+    /// Keys in which a file with these settings contradicts the current settings `now`. A setting
     /// that the file leaves out contradicts nothing, because the command line may have set it.
-    pub fn contradicts(&self, now: &Self) -> bool {
+    pub fn contradictions(&self, now: &Self) -> Vec<String> {
         fn differs<T: PartialEq>(said: Option<&T>, now: Option<&T>) -> bool {
             said.is_some() && said != now
         }
         let (pool, pool_now) = (&self.pool, &now.pool);
-        (pool.workers != 0 && pool.workers != pool_now.workers)
-            || (pool.polling != Polling::default() && pool.polling != pool_now.polling)
-            || (!pool.pin.is_empty() && pool.pin != pool_now.pin)
-            || differs(self.trace.as_ref(), now.trace.as_ref())
-            || (self.measure && !now.measure)
-            || differs(self.control_socket.as_ref(), now.control_socket.as_ref())
-            || differs(self.state_dir.as_ref(), now.state_dir.as_ref())
-            || differs(self.metrics.as_ref(), now.metrics.as_ref())
-            || (!self.metrics_hosts.is_empty() && self.metrics_hosts != now.metrics_hosts)
-            || differs(self.access.mode.as_ref(), now.access.mode.as_ref())
-            || differs(self.access.group.as_ref(), now.access.group.as_ref())
+        let polling = pool.polling != Polling::default() && pool.polling != pool_now.polling;
+        let hosts = !self.metrics_hosts.is_empty() && self.metrics_hosts != now.metrics_hosts;
+        let socket = differs(self.control_socket.as_ref(), now.control_socket.as_ref());
+        let keys = [
+            ("workers", pool.workers != 0 && pool.workers != pool_now.workers),
+            ("poll", polling),
+            ("pin", !pool.pin.is_empty() && pool.pin != pool_now.pin),
+            ("trace", differs(self.trace.as_ref(), now.trace.as_ref())),
+            ("measure", self.measure && !now.measure),
+            ("control-socket", socket),
+            ("state-dir", differs(self.state_dir.as_ref(), now.state_dir.as_ref())),
+            ("metrics", differs(self.metrics.as_ref(), now.metrics.as_ref())),
+            ("metrics-hosts", hosts),
+            ("socket-mode", differs(self.access.mode.as_ref(), now.access.mode.as_ref())),
+            ("socket-group", differs(self.access.group.as_ref(), now.access.group.as_ref())),
+        ];
+        keys.into_iter().filter(|(_, differs)| *differs).map(|(key, _)| key.to_owned()).collect()
     }
 
     /// Host names by which clients may address the metrics, besides IP addresses and localhost.

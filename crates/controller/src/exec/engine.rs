@@ -565,7 +565,9 @@ impl Engine {
             }
             Owner::Internal => {
                 if !status.is_success() {
-                    tracing::warn!(%status, "an internal request of the controller has failed");
+                    tracing::warn!(
+                        %status, "a flush or self-test of the controller has failed"
+                    );
                     if let Some(latch) = &waiting {
                         latch.set_status(status);
                     }

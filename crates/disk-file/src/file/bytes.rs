@@ -2,14 +2,16 @@
 //! unchanged.
 
 use super::flusher::Flusher;
+use super::flusher::Requester;
 use super::image::ImageFile;
 use super::open::{engine, waits, zeroes};
 use super::options::Aio;
 use super::queue::FileQueue;
+use super::ranges::Ranges;
 use super::shared::{Alignment, FileShared, OpenHandle, ranges};
 use super::write_atomicity::WriteAtomicity;
-use crate::sys::{self, EngineKind};
-use shadowbell_disk::{DiskInfo, OpenError, Queue, Request, Submitted};
+use crate::sys::{self, EngineKind, Key, Waker};
+use shadowbell_disk::{DiskInfo, Op, OpenError, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -95,6 +97,55 @@ impl ImageBytes {
         let mut queue = FileQueue::new(Arc::clone(&self.shared))?;
         queue.merge(also)?;
         Ok(BytesQueue(queue))
+    }
+
+    /// Locks of the ranges that the queues' requests access. `None` if the file reads and writes
+    /// blocks atomically without locks.
+    #[must_use]
+    pub fn range_locks(&self) -> Option<BytesLocks> {
+        self.shared.ranges.clone().map(BytesLocks)
+    }
+}
+
+/// Locks of the ranges that requests of [`BytesQueue`]s access. A thread that accesses the bytes by
+/// system calls takes them, so that its reads and writes of blocks are atomic, too.
+#[derive(Clone, Debug)]
+pub struct BytesLocks(Arc<Ranges>);
+
+impl BytesLocks {
+    /// Waits until no other request conflicts with a read or a write (`writes`) of `len` bytes from
+    /// byte `offset` on. Other requests wait until the result is dropped.
+    #[must_use]
+    pub fn lock(&self, offset: u64, len: u64, writes: bool) -> BytesLock {
+        let op = if writes { Op::Write { fua: false } } else { Op::Read };
+        let request = Request { op, offset, len };
+        let requester = Requester::new(Waker::none());
+        if !self.0.enter(&request, KEY, &requester) {
+            requester.wait();
+        }
+        BytesLock { ranges: Arc::clone(&self.0), request, requester }
+    }
+}
+
+/// Key of the only request of a [`BytesLock`].
+const KEY: Key = Key::of(0, 0);
+
+/// Locked range of [`BytesLocks`].
+pub struct BytesLock {
+    ranges: Arc<Ranges>,
+    request: Request,
+    requester: Arc<Requester>,
+}
+
+impl Drop for BytesLock {
+    fn drop(&mut self) {
+        self.ranges.leave(&self.request, KEY, &self.requester);
+    }
+}
+
+impl std::fmt::Debug for BytesLock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("BytesLock").field(&self.request).finish()
     }
 }
 

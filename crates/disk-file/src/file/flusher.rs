@@ -70,16 +70,19 @@ struct Work {
     closing: bool,
 }
 
-/// Receiver of the results of syncs. Each queue has one.
+/// Receiver of the results of syncs, and of the ends of waits for range locks. Each queue has one.
 pub(super) struct Requester {
     /// Results that the queue has not taken yet. `None` after the queue was closed.
     completions: Mutex<Option<Vec<(Key, i32)>>>,
+    /// Wakes a thread in [`wait`](Self::wait).
+    completed: Condvar,
     waker: Waker,
 }
 
 impl Requester {
     pub(super) fn new(waker: Waker) -> Arc<Self> {
-        Arc::new(Self { completions: Mutex::new(Some(Vec::new())), waker })
+        let completions = Mutex::new(Some(Vec::new()));
+        Arc::new(Self { completions, completed: Condvar::new(), waker })
     }
 
     /// Moves all results to `into`. A result is 0 or a negative error number, as from system calls.
@@ -95,7 +98,16 @@ impl Requester {
     pub(super) fn complete(&self, key: Key, result: i32) {
         if let Some(completions) = &mut *self.completions.lock() {
             completions.push((key, result));
+            self.completed.notify_one();
             self.waker.wake();
+        }
+    }
+
+    /// Blocks the calling thread until there is a result.
+    pub(super) fn wait(&self) {
+        let mut completions = self.completions.lock();
+        while completions.as_ref().is_some_and(Vec::is_empty) {
+            self.completed.wait(&mut completions);
         }
     }
 

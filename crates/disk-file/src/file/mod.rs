@@ -77,7 +77,7 @@ mod test_script;
 mod tests;
 mod write_atomicity;
 
-pub use bytes::{BytesQueue, ImageBytes};
+pub use bytes::{BytesLock, BytesLocks, BytesQueue, ImageBytes};
 pub use disk::FileDisk;
 pub use image::ImageFile;
 pub use namespace::{NamespaceFacts, identify_namespace, is_namespace};

@@ -39,8 +39,7 @@ pub(crate) struct Key {
 
 impl Key {
     /// Creates a key that belongs to no ring.
-    #[cfg(test)]
-    pub(crate) fn of(index: u32, generation: u32) -> Self {
+    pub(crate) const fn of(index: u32, generation: u32) -> Self {
         Self { index, generation }
     }
 

@@ -15,13 +15,11 @@ use std::time::Duration;
 pub(crate) enum Waker {
     Alarm(Arc<Alarm>),
     Threads(Arc<ThreadsShared>),
-    #[cfg(test)]
     None,
 }
 
 impl Waker {
     /// Creates a waker without effect.
-    #[cfg(test)]
     pub(crate) fn none() -> Self {
         Self::None
     }
@@ -34,7 +32,6 @@ impl Waker {
                 alarm.ring_in(Duration::ZERO);
             }
             Self::Threads(shared) => shared.wake(),
-            #[cfg(test)]
             Self::None => {}
         }
     }

@@ -25,6 +25,8 @@ struct Waiting {
     data: Segments,
     /// Submission queue of the host that the request came from.
     source: u32,
+    /// True if the request was submitted as a [replay](Queue::set_replays).
+    is_replay: bool,
     /// True if guest memory that contains the data was unmapped. The request then ends with an
     /// error.
     is_unmapped: bool,
@@ -54,6 +56,8 @@ pub(super) struct LimitedQueue {
     slot: Option<Slot>,
     /// Submission queue of the host from which requests are being submitted now.
     source: u32,
+    /// True if the requests that are being submitted now are replays.
+    replays: bool,
     cancelled: Vec<(u32, Segments)>,
     /// True if all waiting requests have to be submitted now, without limits, because a change of
     /// guest memory waits for them.
@@ -80,6 +84,7 @@ impl LimitedQueue {
             sources: Lists::default(),
             slot: None,
             source: 0,
+            replays: false,
             cancelled: Vec::new(),
             is_urgent: false,
             counts,
@@ -116,6 +121,7 @@ impl LimitedQueue {
                 metadata: metadata.copied(),
                 data,
                 source,
+                is_replay: self.replays,
                 is_unmapped: false,
             },
         );
@@ -179,12 +185,20 @@ impl LimitedQueue {
                 continue;
             }
             let Some((tag, waiting)) = self.pop() else { return };
-            let Waiting { request, metadata, mut data, is_unmapped, .. } = waiting;
+            let Waiting { request, metadata, mut data, is_replay, is_unmapped, .. } = waiting;
             if is_unmapped {
                 done(tag, Err(DiskError::BadBuffer), data);
                 continue;
             }
-            match submit_any(&mut *self.inner, tag, &request, metadata.as_ref(), &mut data) {
+            if is_replay {
+                self.inner.set_replays(true);
+            }
+            let submitted =
+                submit_any(&mut *self.inner, tag, &request, metadata.as_ref(), &mut data);
+            if is_replay {
+                self.inner.set_replays(self.replays);
+            }
+            match submitted {
                 Submitted::Done(outcome) => done(tag, outcome, data),
                 Submitted::Pending => {}
             }
@@ -253,6 +267,11 @@ impl Queue for LimitedQueue {
 
     fn begin_turn(&mut self, source: u32) {
         self.source = source;
+    }
+
+    fn set_replays(&mut self, replays: bool) {
+        self.replays = replays;
+        self.inner.set_replays(replays);
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {

@@ -3,8 +3,9 @@
 use super::counts::Counts;
 use super::queue::LimitedQueue;
 use super::*;
+use crate::ZonedDisk;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_disk::{Disk, DiskError, Op, Queue, Request, Submitted, ZoneFormat};
 use shadowbell_disk_file::MemDisk;
 use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
 use shadowbell_testing::wait::LIMIT;
@@ -431,4 +432,38 @@ fn a_delayed_request_is_in_flight_when_it_starts() {
     queue.reap(&mut |_, _, _| {});
     assert_eq!(queue.pending(), 0, "its start time has come");
     assert_eq!(uncommitted.load(Ordering::Relaxed), 0);
+}
+
+/// Replayed writes to a zone stay replays while a limit delays them: the write pointer has already
+/// passed them.
+#[test]
+fn a_delayed_replay_is_submitted_as_a_replay() {
+    let hands = Hands::new();
+    let mem = Arc::new(MemDisk::new(8192, 512).unwrap());
+    let zoned = ZonedDisk::new(mem, ZoneFormat::new(64 << 10).unwrap(), false).unwrap();
+    let limiter = Limiter::with_clock(limits(&[("iops", "100:1")]), hands.clock());
+    let limited = LimitedDisk::new(Arc::new(zoned), limiter, None);
+    let mut queue = limited.queue().unwrap();
+    let memory = Mapping::anonymous(4096).unwrap().bytes();
+    let request = |nth: u64| Request { op: WRITE, offset: nth * 512, len: 512 };
+    let mut run = |replays, all: &[Request]| {
+        let mut outcomes = Vec::new();
+        for (tag, request) in (0..).zip(all) {
+            queue.set_replays(replays);
+            let mut data = Segments::from_bytes(&memory.slice(0, 512).unwrap());
+            if let Submitted::Done(outcome) = queue.submit(tag, request, &mut data) {
+                outcomes.push(outcome);
+            }
+            queue.set_replays(false);
+        }
+        for _ in all {
+            hands.advance(20 * MS);
+            queue.reap(&mut |_, outcome, _| outcomes.push(outcome));
+        }
+        outcomes
+    };
+    let (both, ok) = ([request(0), request(1)], Ok(()));
+    assert_eq!(run(false, &both), [ok, ok]);
+    assert_eq!(run(true, &both), [ok, ok]);
+    assert_eq!(run(false, &both), [Err(DiskError::ZoneInvalidWrite); 2]);
 }

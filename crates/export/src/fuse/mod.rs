@@ -37,12 +37,11 @@ use crate::failures::FailureCount;
 use crate::vectors::Part;
 use device::{Device, HelperThreads, Shared, execute};
 use file::DiskFile;
-use shadowbell_block::BlockDevice;
+use shadowbell_block::{BlockDevice, QueueThread};
 use shadowbell_memory::EventFd;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Duration;
 use wire::Reply;
 
@@ -67,7 +66,7 @@ pub struct Options {
 pub struct Session {
     helper_threads: Arc<HelperThreads>,
     failures: Arc<FailureCount>,
-    server: Option<JoinHandle<()>>,
+    server: Option<QueueThread>,
     /// True after the file system was unmounted.
     over: Arc<(Mutex<bool>, Condvar)>,
 }
@@ -91,7 +90,7 @@ impl Session {
             (Arc::clone(&shared.helper_threads), Arc::clone(&shared.failures));
         let its = Arc::clone(&over);
         let server = move || serve(shared, first, helpers, &its, on_end);
-        let server = std::thread::Builder::new().name("fuse".into()).spawn(server)?;
+        let server = QueueThread::spawn("fuse".to_owned(), server)?;
         Ok(Self { helper_threads, failures, server: Some(server), over })
     }
 
@@ -156,7 +155,7 @@ impl Session {
     /// Waits for the end of the threads.
     fn wait(&mut self) {
         if let Some(server) = self.server.take() {
-            let _ = server.join();
+            server.join();
         }
     }
 }
@@ -215,8 +214,7 @@ fn serve(
 ) {
     let mut running = Vec::new();
     for helper in helpers {
-        let thread = std::thread::Builder::new().name("fuse-helper".into());
-        match thread.spawn(helper) {
+        match QueueThread::spawn("fuse-helper".to_owned(), move || drop(helper())) {
             Ok(thread) => running.push(thread),
             Err(error) => tracing::debug!("the mount runs with one thread less: {error}"),
         }
@@ -225,7 +223,7 @@ fn serve(
     let is_stopped = shared.helper_threads.is_stopped();
     shared.helper_threads.end();
     for thread in running {
-        let _ = thread.join();
+        thread.join();
     }
     match outcome {
         Ok(()) if is_stopped => return,

@@ -7,12 +7,12 @@
 
 use parking_lot::Mutex;
 use rustix::net::{Shutdown, SocketAddrAny, shutdown};
+use shadowbell_block::QueueThread;
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 /// Largest number of clients in the handshake.
 const MAX_NEW: usize = 64;
@@ -117,7 +117,7 @@ impl Drop for NewClient {
 
 /// Client in the list of the accepting thread.
 struct Client {
-    thread: JoinHandle<()>,
+    thread: QueueThread,
     peer: Peer,
     socket: Arc<Mutex<Option<OwnedFd>>>,
 }
@@ -135,7 +135,7 @@ impl Clients {
     pub(super) fn add(
         &mut self,
         new: NewClient,
-        start: impl FnOnce(NewClient) -> io::Result<JoinHandle<()>>,
+        start: impl FnOnce(NewClient) -> io::Result<QueueThread>,
     ) -> io::Result<()> {
         let (peer, socket) = (new.peer, Arc::clone(&new.socket));
         self.0.push(Client { thread: start(new)?, peer, socket });
@@ -164,7 +164,7 @@ impl Clients {
     /// Waits for the end of all clients' threads.
     pub(super) fn join(self) {
         for client in self.0 {
-            let _ = client.thread.join();
+            client.thread.join();
         }
     }
 }

@@ -8,7 +8,7 @@ use super::shared::{Registered, ServerShared};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketAddrAny, SocketFlags, acceptfrom_with};
-use shadowbell_block::BlockDevice;
+use shadowbell_block::{BlockDevice, QueueThread};
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::MAX_STRING;
 use std::io;
@@ -151,6 +151,7 @@ impl Accept {
                 PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN),
             ];
             let _ = poll(&mut fds, None);
+            self.event.drain();
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match acceptfrom_with(self.listener.as_fd(), flags) {
                 Ok((socket, address)) => self.admit(socket, address),
@@ -195,8 +196,7 @@ impl Accept {
         self.count = self.count.wrapping_add(1);
         let shared = Arc::clone(&self.shared);
         let added = self.clients.add(new, |new| {
-            let thread = std::thread::Builder::new().name(format!("nbd-{number}"));
-            thread.spawn(move || {
+            QueueThread::spawn(format!("nbd-{number}"), move || {
                 tracing::debug!(client = number, "connected");
                 match connection::serve(socket, new, &shared) {
                     Ok(()) => tracing::debug!(client = number, "gone"),

@@ -9,7 +9,7 @@ use super::wire::{Parameters, control, feature};
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use shadowbell_block::BlockDevice;
+use shadowbell_block::{BlockDevice, QueueThread};
 use shadowbell_disk_file::RawFile;
 use shadowbell_memory::EventFd;
 use std::fs::File;
@@ -18,7 +18,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::thread::JoinHandle;
 use std::time::Duration;
 use zerocopy::IntoBytes;
 
@@ -118,7 +117,7 @@ pub struct Ublk {
     path: PathBuf,
     recovered: bool,
     shared: Arc<UblkShared>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<QueueThread>,
     /// Events that end the threads' sleep.
     wakers: Vec<EventFd>,
     device: Option<Arc<Device>>,
@@ -218,8 +217,7 @@ impl Ublk {
                 drop(sender);
                 shared.thread_ended(queue, outcome);
             };
-            let thread = std::thread::Builder::new().name(format!("ublk-q{queue}")).spawn(run);
-            match thread {
+            match QueueThread::spawn(format!("ublk-q{queue}"), run) {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => {
                     self.shared.left.fetch_sub(1, Ordering::AcqRel);
@@ -383,9 +381,7 @@ impl Drop for Ublk {
             self.shared.status.quit.store(true, Ordering::Release);
             self.wakers.iter().for_each(EventFd::signal);
         }
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
+        self.threads.drain(..).for_each(QueueThread::join);
         self.device = None;
         if !self.is_owned {
             return;

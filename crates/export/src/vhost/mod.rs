@@ -47,7 +47,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
-use shadowbell_block::BlockDevice;
+use shadowbell_block::{BlockDevice, QueueThread};
 use shadowbell_vfio_user::descriptor::{Channel, Closer};
 use std::io;
 use std::net::Shutdown;
@@ -240,7 +240,7 @@ type Failed = Box<dyn std::error::Error + Send + Sync>;
 /// Session of a connected frontend, with a thread per queue. Dropping it ends the threads.
 struct Session {
     device: Arc<Device>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<QueueThread>,
     frontend: Channel,
     /// Duplicate of the frontend's socket.
     socket: UnixStream,
@@ -270,8 +270,8 @@ fn accept_one<'a>(
     let mut session = Session { device, threads: Vec::new(), frontend, socket };
     for queue in 0..session.device.queues() {
         let device = Arc::clone(&session.device);
-        let thread = std::thread::Builder::new().name(format!("vhost-queue{queue}"));
-        session.threads.push(thread.spawn(move || device.run_queue(queue))?);
+        let run = move || device.run_queue(queue);
+        session.threads.push(QueueThread::spawn(format!("vhost-queue{queue}"), run)?);
     }
     Ok(Some((connected, session)))
 }
@@ -289,8 +289,6 @@ impl Drop for Session {
         // Requests in flight are completed, even if the guest does not wait for them. If the
         // frontend tracks them, the next session would otherwise execute them a second time
         // concurrently.
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
+        self.threads.drain(..).for_each(QueueThread::join);
     }
 }

@@ -66,7 +66,7 @@ pub(super) fn apply(state: &ServerState, wanted: &Apply) -> Result<Plan, Problem
     let mut config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
     config.add_attached().map_err(problem)?;
     let now = state.settings.with_measure(state.tracer.measures());
-    let later = Settings::of(&config).contradicts(&now);
+    let later = Settings::of(&config).contradictions(&now);
     let plan = apply_config(&state.changes, config, wanted.dry_run, wanted.force);
     let plan = plan.map_err(problem)?;
     let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();

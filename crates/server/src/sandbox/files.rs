@@ -20,8 +20,9 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// Newest Landlock ABI in use: files, TCP, signals to other processes and abstract sockets.
-const KNOWN: ABI = ABI::V6;
+/// Newest Landlock ABI in use: files, TCP, signals to other processes, abstract sockets, and
+/// sockets by path (Linux 7.1).
+const KNOWN: ABI = ABI::V9;
 
 /// Access rights that are required to replace files in a directory.
 fn outputs() -> BitFlags<AccessFs> {

@@ -1,6 +1,6 @@
 //! A file mounted by FUSE whose server process is killed again and again.
 
-use crate::killed::Image;
+use crate::killed::{Image, kills_of_each};
 use crate::{Export, skipped};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_testing::wait::until;
@@ -13,8 +13,6 @@ use std::time::Duration;
 
 const BYTES: u64 = 16 << 20;
 const PAGE: usize = 4096;
-/// Environment variable with the number of kills. Long runs set it.
-const KILLS: &str = "SHADOWBELL_EXPORT_KILLS";
 
 /// Writes pages of the mounted file until `is_over`, each filled with a number, and reads some of
 /// them back. Stores the number of writes in `written`. Returns the last number of each written
@@ -41,7 +39,7 @@ fn write_pages(mounted: &Path, is_over: &AtomicBool, written: &AtomicU64) -> Has
 }
 
 /// A write that was answered is in the image, however often the server process is killed. The test
-/// runs for each kind of image.
+/// runs for each kind of image, and for an image of an NBD server.
 #[test]
 fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
     let fuse = OpenOptions::new().read(true).write(true).open("/dev/fuse");
@@ -49,12 +47,23 @@ fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
         skipped("this takes root and /dev/fuse");
         return;
     }
-    let kills = std::env::var(KILLS).map_or(9, |kills| kills.parse::<usize>().unwrap());
     let images = Image::all();
-    for image in images {
-        let directory = tempfile::tempdir().unwrap();
-        let target = image.create(directory.path(), BYTES);
-        let mut export = Export::run_with(directory, &[target, "--fuse", "DIR/mounted"], &[]);
+    let disks: Vec<_> =
+        images.iter().map(|image| (*image, false)).chain([(Image::Raw, true)]).collect();
+    let kills = kills_of_each(disks.len(), 3);
+    for (image, is_remote) in disks {
+        let mut directory = tempfile::tempdir().unwrap();
+        let mut target = image.create(directory.path(), BYTES).to_owned();
+        // The image is then exported by another process, which is not killed.
+        let below = is_remote.then(|| {
+            let image = std::mem::replace(&mut directory, tempfile::tempdir().unwrap());
+            let nbd = [&*target, "--nbd", "unix:DIR/nbd", "--no-supervisor"];
+            let below = Export::run_with(image, &nbd, &[]);
+            until("the NBD server", || below.stderr().contains("exporting"));
+            target = format!("nbd+unix:///?socket={}&settle=50ms", below.path("nbd").display());
+            below
+        });
+        let mut export = Export::run_with(directory, &[&target, "--fuse", "DIR/mounted"], &[]);
         until("the export", || {
             let ended = export.child.try_wait().unwrap();
             assert!(ended.is_none(), "{ended:?}: {}", export.stderr());
@@ -70,7 +79,7 @@ fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
         let written = AtomicU64::new(0);
         let pages = std::thread::scope(|scope| {
             let load = scope.spawn(|| write_pages(&mounted, &is_over, &written));
-            for nth in 0..kills.div_ceil(images.len()) as u64 {
+            for nth in 0..kills as u64 {
                 // Each process serves, so that the supervisor detects no crash loop. The kill comes
                 // at an arbitrary moment afterwards.
                 let count = written.load(Ordering::Relaxed);
@@ -91,6 +100,7 @@ fn a_load_on_a_mounted_file_survives_kills_of_the_server_process() {
         });
         assert!(!pages.is_empty());
         let directory = export.end();
+        let directory = below.map_or(directory, Export::end);
         let content = image.content(directory.path());
         for (page, number) in pages {
             let found = &content[page as usize * PAGE..][..PAGE];

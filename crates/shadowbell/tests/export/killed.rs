@@ -10,6 +10,15 @@ use std::process::Command;
 use std::time::Instant;
 use tempfile::TempDir;
 
+/// Environment variable with the number of kills. Long runs set it.
+const KILLS: &str = "SHADOWBELL_EXPORT_KILLS";
+
+/// Number of kills with each of `disks` disks: `default`, or a part of the kills of a long run.
+pub(crate) fn kills_of_each(disks: usize, default: usize) -> usize {
+    let kills = std::env::var(KILLS).map(|kills| kills.parse::<usize>().unwrap());
+    kills.map_or(default, |kills| kills.div_ceil(disks))
+}
+
 /// Image that is exported.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Image {

@@ -1,7 +1,7 @@
 //! NBD clients that reconnect, and an export that is killed.
 
 use crate::Export;
-use crate::killed::{Image, Service};
+use crate::killed::{Image, Service, kills_of_each};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_testing::process_group::ProcessGroup;
 use shadowbell_testing::programs::can_run;
@@ -63,13 +63,14 @@ fn kill(pid: u32, signal: Signal) {
 
 #[test]
 fn a_load_over_nbd_survives_kills_of_the_export() {
+    let kills = kills_of_each(Image::all().len(), KILL_DELAYS.len());
     for image in Image::all() {
         let nbd = ["--nbd", "unix:DIR/nbd"];
         let mut service = Service::start_on(*image, 16 * MIB, &nbd, &[]);
         let load = Load::start(&service.path("nbd"));
         // The load runs for a while before the first kill.
         std::thread::sleep(Duration::from_millis(300));
-        for moment in KILL_DELAYS {
+        for moment in KILL_DELAYS.into_iter().cycle().take(kills) {
             // The kill comes at an arbitrary moment.
             std::thread::sleep(Duration::from_millis(moment));
             service.kill();

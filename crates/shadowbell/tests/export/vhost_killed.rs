@@ -1,6 +1,6 @@
 //! A virtio disk whose device process is killed, without an error in the machine.
 
-use crate::killed::{Image, Service};
+use crate::killed::{Image, Service, kills_of_each};
 use crate::machine::{BLOCK, BLOCKS, Machine};
 use shadowbell_testing::wait::{LIMIT, until};
 use std::time::{Duration, Instant};
@@ -87,9 +87,11 @@ impl Running {
 
 #[test]
 fn a_vhost_process_may_be_killed_at_any_moment() {
+    let moments = [0, 3, 50, 17, 1, 8, 130, 29, 5, 77];
+    let kills = kills_of_each(Image::all().len(), moments.len());
     for image in Image::all() {
         let mut running = Running::start(*image);
-        for moment in [0, 3, 50, 17, 1, 8, 130, 29, 5, 77] {
+        for moment in moments.into_iter().cycle().take(kills) {
             running.run(20 + 13 * moment).unwrap();
             // Requests are in flight at the kill.
             running.machine.submit_requests();

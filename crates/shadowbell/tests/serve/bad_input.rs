@@ -4,8 +4,10 @@
 use crate::harness::{Server, finish, image, program, until};
 use crate::supervisor::has_ended;
 use shadowbell_process::exit::ExitStatus;
+use shadowbell_testing::programs::skipped;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::Command;
 
 /// Runs `serve` with these arguments in `directory`. The command must fail with a message that has
 /// all of `words`.
@@ -106,21 +108,50 @@ fn invalid_numbers_are_refused_in_plain_words() {
     }
 }
 
+/// Copy of the program in `directory`, as a user without rights. Needs root.
+fn program_of_another_user(directory: &Path) -> Command {
+    std::fs::set_permissions(directory, PermissionsExt::from_mode(0o755)).unwrap();
+    let copy = directory.join("shadowbell");
+    std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &copy).unwrap();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]).arg(copy);
+    command
+}
+
+/// A server that the user may not query is named, so that the message does not suggest that none
+/// runs.
+#[test]
+fn a_server_of_another_user_is_named() {
+    if !rustix::process::geteuid().is_root() {
+        return skipped("it needs root");
+    }
+    let server = Server::start(&["mem:1MiB"], &["--supervisor"]);
+    let socket = server.socket().display().to_string();
+    let other = "servers of other users, which only root and they may query: vm";
+    for (words, status, expected) in [
+        (&["ctl", "status"][..], ExitStatus::NotFound, other),
+        (&["ctl", "status", "--server", "vm"], ExitStatus::NotFound, other),
+        (&["top", "vm", "--count", "1"], ExitStatus::NotFound, other),
+        (&["ls"], ExitStatus::Success, other),
+        (&["upgrade", &socket], ExitStatus::NotFound, "ask as root or as the server's own user"),
+    ] {
+        let mut command = program_of_another_user(server.directory());
+        command.args(words).current_dir(server.directory());
+        command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+        let (code, output, errors) = finish(command);
+        let said = format!("{output}{errors}");
+        assert!(code == Some(status as i32) && said.contains(expected), "{words:?}: {said}");
+    }
+}
+
 #[test]
 fn an_unreadable_image_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = image(directory.path(), "secret.img", 4096);
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o000)).unwrap();
-    let mut command = program();
-    if rustix::process::geteuid().is_root() {
-        // Root may read every file. So the test runs a copy of the program as another user.
-        std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
-        command = std::process::Command::new("setpriv");
-        command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
-        let copy = directory.path().join("shadowbell");
-        std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &copy).unwrap();
-        command.arg(copy);
-    }
+    // Root may read every file. So the test runs the program as another user.
+    let is_root = rustix::process::geteuid().is_root();
+    let mut command = if is_root { program_of_another_user(directory.path()) } else { program() };
     command.args(["serve", "secret.img", "--socket", "vm.sock"]).current_dir(directory.path());
     let (status, _, stderr) = finish(command);
     assert_eq!(status, Some(2), "{stderr}");

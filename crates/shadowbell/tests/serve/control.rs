@@ -382,6 +382,7 @@ fn a_controller_in_use_can_be_inspected() {
     // A verb that has to attach fails, because another client is connected.
     let (status, _, errors) = look("get-feature", &target, &[]);
     assert!(status == Some(2) && errors.contains("another client is connected"), "{errors}");
+    assert!(!errors.contains("no controller"), "{errors}");
     drop((queue, pool, guest));
     assert!(server.stop().success());
 }

@@ -226,6 +226,28 @@ fn other_disks_of_a_disconnected_client_are_recovered() {
     assert_eq!((client.read(1, 0), client.read(2, 0)), (6, 7));
 }
 
+/// A controller whose state is unusable has the recovered disks: memory keeps its content, and an
+/// NBD disk is used after its settle time.
+#[test]
+fn disks_of_a_controller_with_an_unusable_state_are_recovered() {
+    let below = Export::start("mem:4MiB");
+    let mut command = program();
+    command.args(["serve", "--supervisor", "--sandbox", "off", "--socket", "vm.sock"]);
+    command.args([&below.uri("&settle=500ms"), "mem:4MiB"]);
+    command.env("SHADOWBELL_ITEM_FAULT", "undecodable:controller/0");
+    let server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
+    let mut client = Client::attach(&server.socket());
+    client.write(1, 0, 6);
+    client.write(2, 0, 7);
+    crate::supervisor::signal(worker(&server), Signal::KILL);
+    server.wait_for_log("I/O of the dead process may be in flight at nbd+unix:");
+    server.wait_for_log("its client cannot be recovered, and is disconnected");
+    drop(client);
+    until("another one's socket", || UnixStream::connect(server.socket()).is_ok());
+    let mut client = Client::attach(&server.socket());
+    assert_eq!((client.read(1, 0), client.read(2, 0)), (6, 7));
+}
+
 /// A read-only export receives no writes, so recovery need not wait for late writes, and the disk
 /// needs no `settle` time.
 #[test]

@@ -2,6 +2,7 @@
 //! and after crashes and upgrades.
 
 use crate::control::{ctl, ctl_json};
+use crate::disk_recovery::Export as Below;
 use crate::harness::{Server, image, program, until};
 use crate::machine::{BLOCK, BLOCKS, Machine};
 use crate::metrics::scrape;
@@ -161,6 +162,38 @@ fn a_server_exports_its_disks_over_crashes_and_upgrades() {
     drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
     assert!(!socket.exists());
+}
+
+/// An NBD server without `settle` may still execute writes of a dead process. So the next process
+/// serves a writable export of its disk only when an operator adds it again.
+#[test]
+fn an_export_of_a_disk_without_a_fence_is_not_resumed() {
+    for (settle, is_fenced) in [("", false), ("&settle=50ms", true)] {
+        let below = Below::start("mem:4MiB");
+        let directory = tempfile::tempdir().unwrap();
+        let file = format!(
+            "controller = []\n[[disk]]\nid = \"data\"\nsource = {:?}\n\
+             [[export]]\nid = \"a\"\ndisk = \"data\"\nnbd = \"unix:a.sock\"\n\
+             [[export]]\nid = \"b\"\ndisk = \"data\"\nnbd = \"unix:b.sock\"\nread-only = true\n",
+            below.uri(settle)
+        );
+        std::fs::write(directory.path().join("vm.toml"), file).unwrap();
+        let mut command = program();
+        command.args(["serve", "--supervisor", "--sandbox", "off", "--config", "vm.toml"]);
+        let server = Server::spawn(command, directory, &["a.sock", "b.sock"]);
+        let writable = server.directory().join("a.sock");
+        assert_eq!(Nbd::connect(&writable).write(7), 0);
+        kill(&server, Signal::KILL);
+        if !is_fenced {
+            server.wait_for_log("export a is not served: the storage of the disk data may still");
+            assert_eq!(Nbd::connect(&server.directory().join("b.sock")).read(), 7);
+            assert!(UnixStream::connect(&writable).is_err());
+            let add = ["export", "add", "a", "data", "--nbd", "unix:a.sock"];
+            assert_eq!(ctl(&server, &add).0, Some(0), "{}", server.stderr());
+        }
+        assert_eq!(Nbd::connect(&writable).write(8), 0);
+        assert_eq!(Nbd::connect(&writable).read(), 8);
+    }
 }
 
 /// Starts a server with a sandbox, with this configuration and an image `disk.img` for the disk of

@@ -4,7 +4,9 @@
 use crate::control::{ctl, ctl_json, http_request, request};
 use crate::disk_recovery::Export;
 use crate::disk_types::{PAGE, Page, check_content, fill};
+use crate::exports::Nbd;
 use crate::harness::{Server, complete, image, run, until};
+use crate::supervisor::worker;
 use rustix::process::Signal;
 use shadowbell_driver::{
     AttachOptions, BufferPool, Completion, Controller, Namespace, QueuePair, Recovery, Timeouts,
@@ -288,6 +290,47 @@ fn a_reset_does_not_wait_for_a_hung_nbd_server() {
     guest.settle(&[Status::SUCCESS]);
     until("the answers to the orphans", || stalled() == 0);
     guest.assert_no_loss();
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A replacement of a disk takes effect for new commands and for exports, even if commands in
+/// flight do not end. The old disk stays open until it can be flushed.
+#[test]
+fn a_disk_is_replaced_although_its_storage_hangs() {
+    let directory = tempfile::tempdir().unwrap();
+    let behind = image(directory.path(), "disk.img", BYTES);
+    let Some(storage) = Mount::over("hung_storage::fuse_daemon", &behind) else { return };
+    let disk = format!("{}?format=raw&direct=off", storage.path().display());
+    let options = ["--supervisor", "--sandbox", "off", "--workers", "1"];
+    let mut server = Server::start(&[&disk, "mem:1MiB"], &options);
+    let mut guest = Guest::attach(&server, AttachOptions::default());
+    let id = ctl_json(&server, &["disk", "ls"])[0]["id"].as_str().unwrap().to_owned();
+    let export = ["export", "add", "e", &id, "--nbd", "unix:e.sock", "--read-only"];
+    assert_eq!(ctl(&server, &export).0, Some(0), "{}", server.stderr());
+    storage.stall();
+    guest.submit_many();
+    let new = format!("mem:{}", 2 * BYTES);
+    let (code, _, errors) = ctl(&server, &["disk", "replace", &id, &new, "--force"]);
+    assert_eq!(code, Some(1), "{errors}");
+    let kept = format!("{id}.old");
+    assert!(errors.contains(&format!("stays open as the disk {kept}, until")), "{errors}");
+    assert_eq!(Nbd::connect(&server.directory().join("e.sock")).size(), 2 * BYTES);
+    let is_open = |id: &str| {
+        let all = ctl_json(&server, &["disk", "ls"]);
+        all.as_array().unwrap().iter().any(|disk| disk["id"] == id)
+    };
+    assert!(is_open(&kept));
+    let tasks = format!("/proc/{}/task", worker(&server));
+    until("the sleep of the thread that accepts clients", || {
+        let tasks = std::fs::read_dir(&tasks).unwrap().flatten();
+        let mut states = tasks.flat_map(|task| std::fs::read_to_string(task.path().join("stat")));
+        states.any(|state| state.contains(" (nbd) S"))
+    });
+    storage.resume();
+    guest.settle(&[Status::SUCCESS]);
+    assert_eq!(ctl(&server, &["disk", "remove", &kept]).0, Some(0), "{}", server.stderr());
+    assert!(!is_open(&kept));
+    drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

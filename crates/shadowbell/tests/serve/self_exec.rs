@@ -111,10 +111,10 @@ fn a_supervisor_executes_the_new_program_after_an_upgrade() {
         let most: &Vec<_> = before.get_or_insert_with(|| stable_descriptors(&server));
         until("no more descriptors than before", || descriptors(&server).len() <= most.len());
     }
-    // Threads of the supervisor: the main thread, one that closes descriptors of clients, and three
-    // brokers.
+    // Threads of the supervisor: the main thread, one that closes descriptors of clients, the log
+    // thread, and three brokers.
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    assert_eq!(threads, 5);
+    assert_eq!(threads, 6);
     loads.into_iter().for_each(Load::assert_no_loss);
     let log = server.stderr();
     assert!(!log.contains("have lost") && !log.contains("keeps running the old program"), "{log}");

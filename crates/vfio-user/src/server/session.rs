@@ -192,6 +192,18 @@ impl Session {
             intake.pending = None;
             intake.consumed += len as u64;
         }
+        self.answer(len, device, record, exchange)
+    }
+
+    /// Sends the reply to an executed message of `len` bytes, and removes the message from the
+    /// socket.
+    fn answer(
+        &mut self,
+        len: usize,
+        device: &mut dyn Device,
+        record: Record<'_>,
+        exchange: Option<&mut Exchange>,
+    ) -> Result<(), EndReason> {
         self.reply_and_receive(len, exchange)?;
         if len != 0 && !self.link.out.is_empty() {
             // The socket is full, so a checkpoint must contain the unsent rest of the reply.
@@ -263,7 +275,12 @@ impl Session {
 
     /// Finishes the last executed message of a dead process. If the message is still in the socket,
     /// removes it and sends its reply.
-    fn catch_up(&mut self, exchange: Option<&mut Exchange>) -> Result<(), EndReason> {
+    fn catch_up(
+        &mut self,
+        device: &mut dyn Device,
+        record: Record<'_>,
+        exchange: Option<&mut Exchange>,
+    ) -> Result<(), EndReason> {
         let Some(Handled { len, hash }) = self.intake.as_mut().and_then(|i| i.pending.take())
         else {
             return Ok(());
@@ -273,7 +290,7 @@ impl Session {
         let is_there = recv.is_ok_and(|recv| recv.bytes == bytes.len())
             && Handled::new(&bytes) == Handled { len, hash };
         if is_there {
-            self.reply_and_receive(bytes.len(), exchange)?;
+            self.answer(bytes.len(), device, record, exchange)?;
         } else {
             // The message is no longer in the socket, so the dead process has sent its reply in the
             // same step. The restored reply is dropped.
@@ -322,7 +339,7 @@ impl Session {
         context: &mut Context<'_>,
         record: Record<'_>,
     ) -> Result<Turn, EndReason> {
-        self.catch_up(context.exchange.as_deref_mut())?;
+        self.catch_up(device, record, context.exchange.as_deref_mut())?;
         self.reply_to_unmaps(device, record)?;
         if self.link.awaits().is_none() {
             self.link.resume(device, context);
@@ -413,7 +430,7 @@ impl Session {
         record: Record<'_>,
     ) -> Result<Turn, EndReason> {
         let mut left = MAX_MESSAGES;
-        self.catch_up(context.exchange.as_deref_mut())?;
+        self.catch_up(device, record, context.exchange.as_deref_mut())?;
         self.discard_peeked()?;
         loop {
             self.reply_to_unmaps(device, record)?;

@@ -15,20 +15,29 @@ use shadowbell_guest::host;
 
 use super::tools::{need, output};
 
-const SUITE: &str = "bookworm";
-/// Packages of a Debian system that boots. All other packages must be dependencies of the tested
-/// package.
-const PACKAGES: &str = "systemd,systemd-sysv,dbus";
+/// Recipe of a Debian system that boots.
+pub(super) struct Debian {
+    /// Name of its root directory.
+    pub(super) name: &'static str,
+    pub(super) suite: &'static str,
+    /// Suite whose packages take precedence.
+    pub(super) backports: Option<&'static str>,
+    /// Packages besides those that boot, each with a comma before its name. All other packages must
+    /// be dependencies of the tested package.
+    pub(super) packages: &'static str,
+}
+
 /// Time limit of the boot.
 const BOOT: Duration = Duration::from_secs(120);
 /// Time limit of one command in the container, in seconds.
 const COMMAND_SECONDS: &str = "120";
 
 /// Root directory of a Debian system in `directory`, which is downloaded once.
-pub(super) fn root(directory: &Path) -> Result<PathBuf> {
+pub(super) fn root(directory: &Path, debian: &Debian) -> Result<PathBuf> {
+    let Debian { name, suite, backports, packages } = debian;
     host::prepare()?;
     need("systemd-nspawn", "systemd-container")?;
-    let (root, partial) = (directory.join("root"), directory.join("root.partial"));
+    let (root, partial) = (directory.join(name), directory.join(format!("{name}.partial")));
     if root.is_dir() {
         return Ok(root);
     }
@@ -40,8 +49,13 @@ pub(super) fn root(directory: &Path) -> Result<PathBuf> {
     let (mirror, keyring) = (host::debian_mirror()?, host::KEYRING);
     let mut command = Command::new("mmdebstrap");
     command.args(["--quiet", "--variant=minbase", "--aptopt=APT::Install-Recommends \"false\""]);
-    command.arg(format!("--include={PACKAGES}")).arg(SUITE).arg(&partial);
-    command.arg(format!("deb [signed-by={keyring}] {mirror} {SUITE} main"));
+    if let Some(backports) = backports {
+        command.arg(format!("--aptopt=APT::Default-Release \"{backports}\""));
+    }
+    command.arg(format!("--include=systemd,systemd-sysv,dbus{packages}")).arg(suite).arg(&partial);
+    for suite in [suite].into_iter().chain(backports) {
+        command.arg(format!("deb [signed-by={keyring}] {mirror} {suite} main"));
+    }
     output(&mut command)?;
     fs::rename(&partial, &root)?;
     Ok(root)

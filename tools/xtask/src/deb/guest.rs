@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use super::boot::{self, BLOCK_DEVICE, Machine};
+use super::boot::{self, BLOCK_DEVICE, Debian, Machine};
 use super::tools::directory;
 use shadowbell_harness::Report;
 
@@ -29,7 +29,8 @@ type Step = fn(&Machine) -> Result<()>;
 /// Runs all steps, with a package and a newer one.
 pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     let machine = report.check("a fresh Debian boots", |_| {
-        let root = boot::root(&directory())?;
+        let debian = Debian { name: "root", suite: "bookworm", backports: None, packages: "" };
+        let root = boot::root(&directory(), &debian)?;
         let shared = directory().join("shared");
         fs::create_dir_all(&shared)?;
         fs::copy(package, shared.join("shadowbell.deb"))?;
@@ -353,19 +354,19 @@ fn worker_pid(machine: &Machine) -> Result<u32> {
 }
 
 /// Shell script that writes a file.
-fn write(path: &str, text: &str) -> String {
+pub(super) fn write(path: &str, text: &str) -> String {
     format!("cat >{path} <<'END'\n{text}END\n")
 }
 
 /// Checks that the output of a script contains `words`.
-fn expect_output(machine: &Machine, script: &str, words: &str) -> Result<()> {
+pub(super) fn expect_output(machine: &Machine, script: &str, words: &str) -> Result<()> {
     let said = machine.run(script)?;
     ensure!(said.contains(words), "{script}: {words:?} is not in:\n{said}");
     Ok(())
 }
 
 /// Waits until a script succeeds.
-fn wait(machine: &Machine, script: &str) -> Result<()> {
+pub(super) fn wait(machine: &Machine, script: &str) -> Result<()> {
     let deadline = wait::deadline();
     while machine.run(script).is_err() {
         ensure!(Instant::now() < deadline, "the condition is not reached: {script}");

@@ -7,6 +7,7 @@
 mod boot;
 mod control;
 mod guest;
+pub(crate) mod libvirt;
 mod licences;
 mod tools;
 mod tree;
