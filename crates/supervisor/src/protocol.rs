@@ -430,7 +430,7 @@ mod tests {
             eprintln!("skipped: descriptors in flight are not limited here");
             return;
         };
-        let broker = broker::start(broker::Kind::Images).unwrap();
+        let broker = broker::start(broker::Kind::Images, broker::Owner::new()).unwrap();
         send(&broker, open_broker::CONNECT, "", None).unwrap();
         // A broker that gives up closes its socket at once.
         let limit = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
