@@ -71,6 +71,12 @@ pub fn uuid_of(name: &str) -> Option<[u8; 16]> {
     uuid.map_err(|error| warn_of(path, &error)).ok()
 }
 
+/// Path of the file in a state directory.
+#[must_use]
+pub fn file_in(directory: &Path) -> PathBuf {
+    directory.join(FILE)
+}
+
 fn check_name(name: &str) -> io::Result<()> {
     match name.len() {
         0..=MAX_NAME => Ok(()),
@@ -102,7 +108,7 @@ impl Store {
         if !directory.is_dir() {
             DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         }
-        let path = directory.join(FILE);
+        let path = file_in(directory);
         let mut options = OpenOptions::new();
         options.read(true).append(true).create(true).mode(0o600);
         let flags = rustix::fs::OFlags::NOFOLLOW.bits();

@@ -223,6 +223,12 @@ impl ServerConfig {
         named.chain(of_controllers.map(|disk| &disk.disk[..]))
     }
 
+    /// Paths of the sockets of controllers and exports.
+    pub fn sockets(&self) -> impl Iterator<Item = &Path> {
+        let controllers = self.controllers.iter().map(|served| served.socket.as_path());
+        controllers.chain(self.exports.iter().filter_map(ExportConfig::socket))
+    }
+
     /// Paths of the images of all disks. The second value is true if the image is only read,
     /// because of an option of the disk or because the controller is read-only.
     pub fn images(&self) -> impl Iterator<Item = (PathBuf, bool)> {

@@ -4,6 +4,7 @@ use super::api::{Controller, Status};
 use super::client::Client;
 use anyhow::anyhow;
 use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use shadowbell_config::server_config::canonical_path;
 use shadowbell_config::socket_path;
 use shadowbell_process::exit;
@@ -66,19 +67,43 @@ fn with_process(directory: &Path, pid: &str) -> Option<Client> {
 /// Process that listens at a socket: the supervisor, or the server process if there is none. The
 /// process ID comes from the kernel, because a compromised server may report a wrong one.
 fn listening_process(socket: &Path) -> Option<u32> {
-    let stream = UnixStream::connect(socket).ok()?;
+    // Without waiting for a server that accepts no connections.
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let stream = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).ok()?;
+    connect(&stream, &SocketAddrUnix::new(socket).ok()?).ok()?;
     let pid = socket_peercred(&stream).ok()?.pid.as_raw_pid();
     u32::try_from(pid).ok()
 }
 
-/// True if the process `pid` is `listening` or a child of `listening`. Also true if the process
-/// `listening` has ended: it has passed its socket to another process, so `pid` cannot be checked.
+/// True if the process `pid` is `listening`, or one is the child of the other. Also true if the
+/// process `listening` has ended: it has passed its socket to another process, so `pid` cannot be
+/// checked.
 fn is_part(listening: u32, pid: u32) -> bool {
-    let of = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    let is_child = |child: Option<&str>, of| child.and_then(parent) == Some(of);
+    let status = process_status(listening);
+    listening == pid
+        || status.is_none()
+        || is_child(status.as_deref(), pid)
+        || is_child(process_status(pid).as_deref(), listening)
+}
+
+/// True if the process `pid`, which a server has reported as its supervisor, can be the one:
+/// it or its child listens at the server's control socket. Also true if the process that listened
+/// has ended.
+#[must_use]
+pub fn is_supervisor(control: &Path, pid: u32) -> bool {
+    listening_process(control).is_some_and(|listening| is_part(listening, pid))
+}
+
+/// Text of `/proc/PID/stat`. `None` if there is no such process.
+fn process_status(pid: u32) -> Option<String> {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()
+}
+
+/// Parent in a [`process_status`].
+fn parent(status: &str) -> Option<u32> {
     // The name in parentheses may contain spaces. The state and the parent follow.
-    let parent = |stat: &str| stat.rsplit_once(')')?.1.split(' ').nth(2)?.parse::<u32>().ok();
-    let is_child = || of(pid).as_deref().and_then(parent) == Some(listening);
-    listening == pid || is_child() || of(listening).is_none()
+    status.rsplit_once(')')?.1.split(' ').nth(2)?.parse().ok()
 }
 
 /// Server that serves `socket`, and the server's description of the controller on this socket. Only
@@ -200,6 +225,11 @@ mod tests {
                 }
             }
         });
+        let control = socket_path::socket(directory.path(), "vm");
+        let own_parent = process_status(own).as_deref().and_then(parent).unwrap();
+        for (pid, expected) in [(own, true), (own_parent, true), (other, own_parent == other)] {
+            assert_eq!(is_supervisor(&control, pid), expected, "{pid}");
+        }
         assert!(with_process(directory.path(), &other.to_string()).is_none());
         assert!(with_process(directory.path(), &own.to_string()).is_some());
     }

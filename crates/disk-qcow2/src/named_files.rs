@@ -8,18 +8,14 @@ use std::path::{Path, PathBuf};
 
 /// Paths of the external data file and of the backing files of the image at `path`, with those of
 /// its backing files. The list ends at a file that cannot be read; for a raw image it is empty.
-///
-/// The flag is true for the image's own data file, which is written; the others are read.
-pub fn named_files(path: &Path) -> Vec<(PathBuf, bool)> {
+pub fn named_files(path: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut next = header_of(path).map(|header| (path.to_owned(), header));
-    let mut is_image = true;
     while let Some((path, header)) = next.filter(|_| files.len() < MAX_CHAIN) {
         let data_file = header.data_file.and_then(|name| beside(&path, &name).ok());
-        files.extend(data_file.map(|path| (path, is_image)));
-        is_image = false;
+        files.extend(data_file);
         let backing = header.backing.and_then(|(name, _)| beside(&path, &name).ok());
-        files.extend(backing.iter().map(|path| (path.clone(), false)));
+        files.extend(backing.clone());
         next = backing.and_then(|path| Some((path.clone(), header_of(&path)?)));
     }
     files
@@ -27,8 +23,8 @@ pub fn named_files(path: &Path) -> Vec<(PathBuf, bool)> {
 
 fn header_of(path: &Path) -> Option<Header> {
     let kind = std::fs::metadata(path).ok()?.file_type();
-    // The open of a FIFO would block.
-    if kind.is_dir() || kind.is_fifo() {
+    // The open of other files has side effects: it blocks, rewinds a tape or starts a watchdog.
+    if !kind.is_file() && !kind.is_block_device() {
         return None;
     }
     let start = read_start(&File::open(path).ok()?).ok()?;

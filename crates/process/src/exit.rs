@@ -2,6 +2,7 @@
 
 use crate::error_text::without_numbers;
 use crate::logging;
+use crate::output::without_control;
 use std::fmt;
 use std::io;
 use std::process::ExitCode;
@@ -219,7 +220,7 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
 #[must_use]
 pub fn report(error: &anyhow::Error) -> ExitCode {
     if !is_broken_pipe(error) {
-        logging::final_message(&format!("shadowbell: {}\n", line(error)));
+        logging::final_message(&format!("shadowbell: {}\n", without_control(&line(error))));
     }
     ExitCode::from(status(error))
 }

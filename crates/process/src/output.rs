@@ -3,7 +3,9 @@
 use crate::logging::COMMON;
 use clap::ValueEnum;
 use serde::Serialize;
+use std::borrow::Cow;
 use std::io::{self, Write};
+use std::ops::RangeInclusive;
 
 /// Output options of verbs that support JSON: `--json`, or `--output-format` as in nvme-cli and
 /// fio.
@@ -86,15 +88,66 @@ pub fn show<T: Serialize>(
     json: bool,
     lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
 ) -> anyhow::Result<()> {
-    let mut out = io::stdout().lock();
+    let mut text = Vec::new();
     if json {
-        serde_json::to_writer_pretty(&mut out, answer).map_err(io::Error::from)?;
-        writeln!(out)?;
+        serde_json::to_writer_pretty(&mut text, answer).map_err(io::Error::from)?;
+        writeln!(text)?;
     } else {
-        lines(&mut out, answer)?;
+        lines(&mut text, answer)?;
     }
+    let mut out = io::stdout().lock();
+    out.write_all(without_control(&String::from_utf8_lossy(&text)).as_bytes())?;
     out.flush()?;
     Ok(())
+}
+
+/// Unicode's format characters (Cf), and its line and paragraph separators (Zl, Zp). They change the
+/// order of the text, or are invisible.
+const FORMAT: [RangeInclusive<char>; 21] = [
+    '\u{ad}'..='\u{ad}',
+    '\u{600}'..='\u{605}',
+    '\u{61c}'..='\u{61c}',
+    '\u{6dd}'..='\u{6dd}',
+    '\u{70f}'..='\u{70f}',
+    '\u{890}'..='\u{891}',
+    '\u{8e2}'..='\u{8e2}',
+    '\u{180e}'..='\u{180e}',
+    '\u{200b}'..='\u{200f}',
+    '\u{2028}'..='\u{202e}',
+    '\u{2060}'..='\u{2064}',
+    '\u{2066}'..='\u{206f}',
+    '\u{feff}'..='\u{feff}',
+    '\u{fff9}'..='\u{fffb}',
+    '\u{110bd}'..='\u{110bd}',
+    '\u{110cd}'..='\u{110cd}',
+    '\u{13430}'..='\u{1343f}',
+    '\u{1bca0}'..='\u{1bca3}',
+    '\u{1d173}'..='\u{1d17a}',
+    '\u{e0001}'..='\u{e0001}',
+    '\u{e0020}'..='\u{e007f}',
+];
+
+/// Replaces control characters other than line breaks and tabs, and format characters, by JSON
+/// escapes. A server, which may be compromised, chooses parts of the text, and a terminal executes
+/// escape sequences.
+#[must_use]
+pub fn without_control(text: &str) -> Cow<'_, str> {
+    let is_format = |c: char| FORMAT.iter().any(|range| range.contains(&c));
+    let is_escaped = |c: char| (c.is_control() && !matches!(c, '\n' | '\t')) || is_format(c);
+    if !text.contains(is_escaped) {
+        return text.into();
+    }
+    let mut plain = String::new();
+    for c in text.chars() {
+        match is_escaped(c) {
+            true => c
+                .encode_utf16(&mut [0; 2])
+                .iter()
+                .for_each(|unit| plain.push_str(&format!("\\u{unit:04x}"))),
+            false => plain.push(c),
+        }
+    }
+    plain.into()
 }
 
 #[cfg(test)]
@@ -128,6 +181,20 @@ mod tests {
         }
         assert!(is_json("x -o binary").unwrap_err().contains("normal, json"));
         assert!(is_json("x --json -o normal").is_err());
+    }
+
+    #[test]
+    fn control_characters_are_not_printed() {
+        let text = "vm\u{1b}]0;title\u{7}\u{9b}2J\r\u{7f}\tx\u{fc}\n";
+        let plain = "vm\\u001b]0;title\\u0007\\u009b2J\\u000d\\u007f\tx\u{fc}\n";
+        assert_eq!(without_control(text), plain);
+        assert_eq!(without_control("a\u{202e}b\u{2028}\u{200b}"), "a\\u202eb\\u2028\\u200b");
+        // The escapes are also valid in strings of JSON.
+        let text = "\u{9b}2J\u{1b}\u{2029}\u{e0041}";
+        let json = serde_json::to_string(text).unwrap();
+        assert!(without_control(&json).is_ascii());
+        let back: String = serde_json::from_str(&without_control(&json)).unwrap();
+        assert_eq!(back, text);
     }
 
     #[test]

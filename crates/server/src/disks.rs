@@ -353,7 +353,7 @@ impl Changes {
         let here = Path::new("");
         let files = disk_files::files(spec, here);
         let is_it = |disk: &ListedDisk| {
-            files.iter().any(|file| disk_files::uses(&disk.open.spec, here, &file.path))
+            files.iter().any(|file| disk_files::uses(&disk.open.spec, here, file))
         };
         let disk = self.disks().into_iter().find(is_it)?;
         Some(DiskSpecError::Other(exit::conflict(anyhow!(

@@ -9,8 +9,9 @@ use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_paths::controller_path;
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
-use crate::grant::grant;
+use crate::grant::{NamedFiles, grant, supervisor_of};
 use crate::ls;
+use crate::text_diff::difference;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
@@ -32,7 +33,7 @@ use shadowbell_process::logging::COMMON;
 use shadowbell_process::output::{Output, show};
 use shadowbell_process::table::Table;
 use shadowbell_process::units::count;
-use shadowbell_supervisor::client::{SupervisorClient, program};
+use shadowbell_supervisor::client::program;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -48,6 +49,8 @@ pub(crate) struct Args {
     /// [default: the only running server]
     #[arg(short, long, global = true, value_name = "SERVER", help_heading = COMMON)]
     server: Option<String>,
+    #[command(flatten)]
+    named: NamedFiles,
     #[command(flatten)]
     output: Output,
     #[command(subcommand)]
@@ -93,7 +96,7 @@ enum Verb {
         /// File to create or replace; `-` for standard output
         #[arg(value_name = "FILE")]
         file: PathBuf,
-        /// Replace a file that this command did not write; its comments are lost
+        /// Replace a file with other content; without this option, the difference is shown
         #[arg(long)]
         force: bool,
     },
@@ -355,7 +358,7 @@ pub(crate) fn status(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     if server.is_none() && discovery::running(&discovery::directory()?).len() != 1 {
         return ls::run(&ls::Args::all(output));
     }
-    run(&Args { server, output, what: Verb::Status })
+    run(&Args { server, named: NamedFiles::default(), output, what: Verb::Status })
 }
 
 /// Explain why a guest is slow or hangs, in three sentences with figures
@@ -379,7 +382,7 @@ pub(crate) struct ExplainArgs {
 /// The server or the controller is not found.
 pub(crate) fn explain_controller(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
     let ExplainArgs { controller, server, output } = args.clone();
-    run(&Args { server, output, what: Verb::Explain { controller } })
+    run(&Args { server, named: NamedFiles::default(), output, what: Verb::Explain { controller } })
 }
 
 /// Stop a server, as SIGTERM does
@@ -401,7 +404,7 @@ pub(crate) struct StopArgs {
 /// The server is not found, or has clients.
 pub(crate) fn stop(args: &StopArgs) -> anyhow::Result<ExitCode> {
     let StopArgs { server, force, output } = args.clone();
-    run(&Args { server, output, what: Verb::Shutdown { force } })
+    run(&Args { server, named: NamedFiles::default(), output, what: Verb::Shutdown { force } })
 }
 
 /// Runs the verb.
@@ -414,7 +417,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Verb::Explain { controller } => server_of(server, controller.as_deref())?,
         _ => discovery::server(server)?,
     };
-    let json = args.output.is_json();
+    let (json, named) = (args.output.is_json(), &args.named);
+    let has_disks = matches!(
+        args.what,
+        Verb::Controller(_) | Verb::Apply { .. } | Verb::Namespace(_) | Verb::Disk(_)
+    );
+    if !has_disks && !named.is_empty() {
+        return Err(bad_input(anyhow!(
+            "--backing and --data-file belong to verbs that open disks"
+        )));
+    }
     match &args.what {
         Verb::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
             status_lines(out, status)
@@ -426,15 +438,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let found: Controller = client.get(&controller_path(id))?;
             show(&vec![found], json, controllers)
         }
-        Verb::Controller(change) => change_controllers(&client, change, json),
-        Verb::Apply { file, dry_run, force } => apply(&client, file, *dry_run, *force, json),
+        Verb::Controller(change) => change_controllers(&client, change, named, json),
+        Verb::Apply { file, dry_run, force } => apply(&client, file, *dry_run, *force, named, json),
         Verb::Explain { controller } => explain(&client, controller.as_deref(), json),
         Verb::Namespaces => {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
-        Verb::Namespace(verb) => change_namespace(&client, verb, json),
+        Verb::Namespace(verb) => change_namespace(&client, verb, named, json),
         Verb::Export(verb) => export(&client, verb, json),
-        Verb::Disk(verb) => disk(&client, verb, json),
+        Verb::Disk(verb) => disk(&client, verb, named, json),
         Verb::Limit(args) => limit(&client, args, json),
         Verb::LimitGroup(verb) => limit_group(&client, verb, json),
         Verb::SaveConfig { file, force } => save_config(&client, file, *force, json),
@@ -588,7 +600,12 @@ fn stats(client: &Client, json: bool) -> anyhow::Result<()> {
     })
 }
 
-fn change_controllers(client: &Client, change: &ControllerVerb, json: bool) -> anyhow::Result<()> {
+fn change_controllers(
+    client: &Client,
+    change: &ControllerVerb,
+    named: &NamedFiles,
+    json: bool,
+) -> anyhow::Result<()> {
     match change {
         ControllerVerb::Ls => {
             show(&client.get::<Vec<Controller>>("/v1/controllers")?, json, controllers)
@@ -627,7 +644,8 @@ fn change_controllers(client: &Client, change: &ControllerVerb, json: bool) -> a
                 read_only: *read_only,
                 worker: worker.clone(),
             };
-            grant(client, spec.disks.iter().map(|disk| &disk.disk[..]));
+            let disks = spec.disks.iter().map(|disk| &disk.disk[..]);
+            grant(client, disks, [Path::new(&spec.socket)].into_iter(), named)?;
             let path = format!("/v1/controllers/{}", part(id));
             let added: Controller = client.send(&Method::PUT, &path, &spec)?;
             show(&vec![added], json, controllers)
@@ -635,7 +653,12 @@ fn change_controllers(client: &Client, change: &ControllerVerb, json: bool) -> a
     }
 }
 
-fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow::Result<()> {
+fn change_namespace(
+    client: &Client,
+    verb: &NamespaceVerb,
+    named: &NamedFiles,
+    json: bool,
+) -> anyhow::Result<()> {
     let path = |which: &NamespaceArg| {
         format!("{}/namespaces/{}", controller_path(&which.controller), which.nsid)
     };
@@ -653,7 +676,7 @@ fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow
                 true => disk_spec::with_option(&disk, "read-only", "on"),
                 false => disk,
             };
-            grant(client, std::iter::once(&disk[..]));
+            grant(client, [&disk[..]].into_iter(), std::iter::empty(), named)?;
             let spec = NamespaceSpec { disk, uuid: uuid.clone(), share: *share };
             client.send(&Method::PUT, &path(which), &spec)
         }
@@ -731,6 +754,9 @@ fn limit_group(client: &Client, verb: &LimitGroupVerb, json: bool) -> anyhow::Re
 /// First line of the files of `save-config`.
 const SAVED: &str = "# Written by `shadowbell ctl save-config`, which replaces this file.";
 
+/// Writes the configuration to a file. The server process may be compromised, and a supervisor
+/// grants what its configuration file names, so the difference to an existing file is shown, also
+/// when it is written: the server may give another text than in an earlier call.
 fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow::Result<()> {
     let answer: Configuration = client.get("/v1/config")?;
     if file == Path::new("-") {
@@ -743,15 +769,23 @@ fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow:
             return Err(bad_input(error)).with_context(|| file.display().to_string());
         }
     };
-    if !before.is_empty() && !before.starts_with(SAVED.as_bytes()) && !force {
+    let text = format!("{SAVED}\n\n{}", answer.toml);
+    let changes = (!before.is_empty() && before != text.as_bytes())
+        .then(|| difference(&String::from_utf8_lossy(&before), &text));
+    if let Some(changes) = changes.as_ref().filter(|_| !force) {
         return Err(needs_force(anyhow!(
-            "nothing was changed: {} was not written by `save-config`, and its comments would be \
-             lost; name another file, or repeat this with --force",
-            file.display()
+            "nothing was changed: {} has other lines, which would be lost; name another file, or \
+             repeat this with --force and check the difference that it shows:\n{changes}",
+            file.display(),
         )));
     }
-    replace(file, |new| Ok(write!(new, "{SAVED}\n\n{}", answer.toml)?))?;
-    show(&answer, json, |out, _| writeln!(out, "configuration written to {}", file.display()))
+    replace(file, |new| Ok(new.write_all(text.as_bytes())?))?;
+    show(&answer, json, |out, _| {
+        writeln!(out, "configuration written to {}", file.display())?;
+        changes.iter().try_for_each(|changes| {
+            writeln!(out, "check each change before the next start:\n{changes}")
+        })
+    })
 }
 
 fn apply(
@@ -759,6 +793,7 @@ fn apply(
     file: &Path,
     dry_run: bool,
     force: bool,
+    named: &NamedFiles,
     json: bool,
 ) -> anyhow::Result<()> {
     let name = file.display().to_string();
@@ -766,7 +801,7 @@ fn apply(
     let toml = toml.with_context(|| name.clone()).map_err(bad_input)?;
     // An invalid file is sent as well: the server reports its errors.
     if let (false, Ok(config)) = (dry_run, parse_config(&toml, &name)) {
-        grant(client, config.disk_specs());
+        grant(client, config.disk_specs(), config.sockets(), named)?;
     }
     let wanted = Apply { toml, file: name, dry_run, force };
     let plan: Plan = client.send(&Method::POST, "/v1/apply", &wanted)?;
@@ -776,9 +811,8 @@ fn apply(
 fn upgrade(client: &Client, binary: Option<&Path>, waits: bool, json: bool) -> anyhow::Result<()> {
     let binary = binary.map(|path| program("--binary", path)).transpose()?;
     let status: Status = client.get("/v1/status")?;
-    if let (true, Some(pid)) = (waits, status.supervisor_pid) {
+    if waits && let Some(supervisor) = supervisor_of(client)? {
         // The supervisor responds when the new process serves. The old process ends before that.
-        let supervisor = SupervisorClient::find_reported(pid, client.socket())?;
         let outcome = supervisor.upgrade(binary.as_deref());
         let said = outcome.with_context(|| format!("cannot upgrade {}", status.name))?;
         let now: Status = client.get("/v1/status")?;

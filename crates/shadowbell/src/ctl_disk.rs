@@ -1,6 +1,6 @@
 //! `shadowbell ctl disk`: lists, adds, changes and removes the disks of a server.
 
-use crate::grant::grant;
+use crate::grant::{NamedFiles, grant};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
@@ -121,11 +121,16 @@ pub(crate) fn is_disk(client: &Client, id: &str) -> anyhow::Result<bool> {
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Result<()> {
-    let absolute = |source: &str| {
+pub(crate) fn disk(
+    client: &Client,
+    verb: &DiskVerb,
+    named: &NamedFiles,
+    json: bool,
+) -> anyhow::Result<()> {
+    let absolute = |source: &str| -> anyhow::Result<String> {
         let source = disk_spec::with_absolute_paths(source);
-        grant(client, std::iter::once(&source[..]));
-        source
+        grant(client, [&source[..]].into_iter(), std::iter::empty(), named)?;
+        Ok(source)
     };
     let change = |id: &str, change: DiskChange, force: bool| -> anyhow::Result<Vec<Disk>> {
         Ok(vec![client.send(&Method::PATCH, &forced(&disk_path(id), force), &change)?])
@@ -151,7 +156,7 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
                 true => disk_spec::with_option(source, "read-only", "on"),
                 false => source.clone(),
             };
-            let source = DiskSource { source: absolute(&source) };
+            let source = DiskSource { source: absolute(&source)? };
             vec![client.send(&Method::PUT, &disk_path(id), &source)?]
         }
         DiskVerb::Remove { disk } => {
@@ -163,7 +168,7 @@ pub(crate) fn disk(client: &Client, verb: &DiskVerb, json: bool) -> anyhow::Resu
         }
         DiskVerb::Replace { disk, source, force } => {
             let before: Disk = client.get(&disk_path(disk))?;
-            let new = absolute(source);
+            let new = absolute(source)?;
             let source = Some(new.clone());
             let now = change(disk, DiskChange { source, ..DiskChange::default() }, *force)?;
             return show(&now, json, |out, now| {

@@ -1,5 +1,6 @@
 //! `shadowbell ctl export`: lists, adds and removes exports of a server's disks.
 
+use crate::grant::{NamedFiles, grant};
 use anyhow::anyhow;
 use clap::{ArgGroup, Subcommand};
 use hyper::Method;
@@ -128,6 +129,10 @@ pub(crate) fn export(client: &Client, verb: &ExportVerb, json: bool) -> anyhow::
                 read_only: *read_only,
                 share: *share,
             };
+            let socket = spec.nbd.as_deref().and_then(|nbd| nbd.strip_prefix("unix:"));
+            let socket = socket.or(spec.vhost_user_blk.as_deref()).map(Path::new);
+            let (disks, named) = (std::iter::empty(), NamedFiles::default());
+            grant(client, disks, socket.into_iter(), &named)?;
             match fuse {
                 // A file of an existing export is not mounted again: the server only compares the
                 // export with the request.

@@ -1,44 +1,114 @@
-//! Access to images for a sandboxed server: its supervisor opens images that were named at the
-//! start, and passes files that `ctl` has opened. The server process itself cannot extend its
-//! access.
+//! Access to images and sockets for a sandboxed server: its supervisor opens images and creates
+//! sockets that were named at the start, and those that `ctl` grants. The server process itself
+//! cannot extend its access.
 
+use anyhow::{Context, anyhow};
 use shadowbell_config::disk_spec;
 use shadowbell_control_api::api::Status;
 use shadowbell_control_api::client::Client;
+use shadowbell_control_api::discovery;
+use shadowbell_process::exit::{bad_input, not_found};
+use shadowbell_process::logging::COMMON;
 use shadowbell_storage::disk_files::{self, DiskFile};
 use shadowbell_supervisor::client::SupervisorClient;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Grants the supervisor of a server, if there is one, access to these disks and their backing
-/// files, with the rights of this process. Failures are ignored: the server refuses the request if
-/// it needs the access.
-pub(crate) fn grant<'a>(client: &Client, disks: impl Iterator<Item = &'a str>) {
-    let disks: Vec<_> = disks.filter(|disk| disk_spec::file(disk).is_some()).collect();
-    if disks.is_empty() {
-        return;
+/// Files that the caller names because a qcow2 image names them. The names in the image are not
+/// sufficient, because a server process could have written the image's header.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(crate) struct NamedFiles {
+    /// Backing file, by the path in the qcow2 image, that the server may read for a disk with
+    /// `allow-backing=on` (repeatable); not needed below a directory of `serve --allow`
+    #[arg(long, global = true, value_name = "FILE", help_heading = COMMON)]
+    backing: Vec<PathBuf>,
+    /// External data file of a qcow2 image, as --backing; the server may also write it
+    #[arg(long, global = true, value_name = "FILE", help_heading = COMMON)]
+    data_file: Vec<PathBuf>,
+}
+
+impl NamedFiles {
+    /// True if no file is named.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.backing.is_empty() && self.data_file.is_empty()
     }
-    let Some(pid) = client.get("/v1/status").ok().and_then(|s: Status| s.supervisor_pid) else {
-        return;
+
+    fn files(&self) -> impl Iterator<Item = DiskFile> {
+        let file = |path: &PathBuf, is_read_only| DiskFile { path: path.clone(), is_read_only };
+        let backing = self.backing.iter().map(move |path| file(path, true));
+        backing.chain(self.data_file.iter().map(move |path| file(path, false)))
+    }
+}
+
+/// Client of the supervisor of a server. `None` if the server has none.
+///
+/// # Errors
+/// The supervisor is not found, or the server reports the process ID of another one.
+pub(crate) fn supervisor_of(client: &Client) -> anyhow::Result<Option<SupervisorClient>> {
+    let status: Status = client.get("/v1/status")?;
+    let (Some(pid), socket) = (status.supervisor_pid, client.socket()) else { return Ok(None) };
+    if !discovery::is_supervisor(socket, pid) {
+        return Err(not_found(anyhow!(
+            "{}: process {pid}, which the server reports as its supervisor, does not listen there",
+            socket.display()
+        )));
+    }
+    SupervisorClient::find_reported(pid, socket).map(Some)
+}
+
+/// Grants the supervisor of a server, if there is one, access to these disks and to the `named`
+/// files, with the rights of this process, and to these sockets. If a grant fails, the server
+/// refuses the request if it needs the access.
+///
+/// # Errors
+/// A file of `named` cannot be opened.
+pub(crate) fn grant<'a>(
+    client: &Client,
+    disks: impl Iterator<Item = &'a str>,
+    sockets: impl Iterator<Item = &'a Path>,
+    named: &NamedFiles,
+) -> anyhow::Result<()> {
+    let disks: Vec<_> = disks.filter(|disk| disk_spec::file(disk).is_some()).collect();
+    let sockets: Vec<_> = sockets.collect();
+    if disks.is_empty() && sockets.is_empty() && named.is_empty() {
+        return Ok(());
+    }
+    let supervisor = match supervisor_of(client) {
+        Ok(Some(supervisor)) => supervisor,
+        Ok(None) => return Ok(()),
+        Err(error) => {
+            tracing::warn!("the supervisor gets no access to the files and sockets: {error:#}");
+            return Ok(());
+        }
     };
-    let Ok(supervisor) = SupervisorClient::find_reported(pid, client.socket()) else { return };
     // Relative paths refer to the working directory of the server.
     let from = supervisor.working_directory();
-    let disks = disks.iter().filter_map(|disk| {
-        let is_absolute = disk_spec::file(disk)?.is_absolute();
-        let from = if is_absolute { Path::new("/") } else { from.as_deref()? };
-        Some(disk_files::files(disk, from))
-    });
-    for wanted in disks.flatten() {
-        if let Ok(file) = open(&wanted)
-            && !supervisor.grant(&wanted.path, file.as_fd())
+    let from = |path: &Path| match path.is_absolute() {
+        true => Some(PathBuf::from("/")),
+        false => from.clone(),
+    };
+    for file in disks {
+        let file = disk_spec::file(file).and_then(|path| disk_files::image(file, &from(&path)?));
+        if let Some(file) = file
+            && let Ok(opened) = open(&file)
         {
-            return;
+            supervisor.grant(&file.path, opened.as_fd());
         }
     }
+    for file in named.files() {
+        let opened = open(&file).with_context(|| file.path.display().to_string());
+        let opened = opened.map_err(bad_input)?;
+        supervisor.grant(&std::path::absolute(&file.path)?, opened.as_fd());
+    }
+    for socket in sockets {
+        if let Some(from) = from(socket) {
+            supervisor.grant_socket(&from.join(socket));
+        }
+    }
+    Ok(())
 }
 
 /// Opens an image for reading and writing, or only for reading if it is a read-only image or this

@@ -36,6 +36,7 @@ mod examples;
 mod grant;
 mod ls;
 mod manual;
+mod text_diff;
 mod top;
 mod upgrade;
 

@@ -12,7 +12,7 @@ use shadowbell_control_api::client::Client;
 use shadowbell_control_api::discovery;
 use shadowbell_control_api::live_stats::Snapshot;
 use shadowbell_process::exit;
-use shadowbell_process::output::Output;
+use shadowbell_process::output::{Output, without_control};
 use shadowbell_process::table::Table;
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
@@ -117,11 +117,12 @@ fn print(args: &Args, mut source: Source) -> anyhow::Result<ExitCode> {
             let at_ns = now.values().map(|now| now.at_ns).max();
             let (controllers, exports) = (rows(controllers), rows(exports));
             let all = json!({ "at_ns": at_ns, "controllers": controllers, "exports": exports });
-            writeln!(out, "{all}")?;
+            writeln!(out, "{}", without_control(&all.to_string()))?;
         } else {
             let mut table = Table::new(HEADINGS);
             rates.iter().flat_map(Rates::lines).for_each(|line| table.line(line));
             let text = table.to_string();
+            let text = without_control(&text);
             match text.split_once('\n') {
                 Some((_, lines)) if shown != 0 => write!(out, "{lines}")?,
                 _ => write!(out, "{text}")?,

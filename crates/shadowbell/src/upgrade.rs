@@ -1,9 +1,10 @@
 //! `shadowbell upgrade`: restarts a running server for an upgrade, by a request to its supervisor.
 
+use crate::grant::supervisor_of;
 use anyhow::Context;
-use shadowbell_control_api::api::Status;
 use shadowbell_control_api::discovery;
 use shadowbell_process::exit;
+use shadowbell_process::output::show;
 use shadowbell_supervisor::client::{self, SupervisorClient};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -47,12 +48,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let (supervisor, server) = (supervisor(&args.server)?, args.server.display());
     if args.check {
         let outcome = supervisor.check_upgrade(program.as_deref());
-        println!("{}", outcome.with_context(|| format!("an upgrade of {server}"))?);
+        print(&outcome.with_context(|| format!("an upgrade of {server}"))?)?;
         return Ok(ExitCode::SUCCESS);
     }
     let outcome = supervisor.upgrade(program.as_deref());
-    println!("{}", outcome.with_context(|| format!("cannot upgrade {server}"))?);
+    print(&outcome.with_context(|| format!("cannot upgrade {server}"))?)?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn print(outcome: &str) -> anyhow::Result<()> {
+    show(&outcome, false, |out, outcome| writeln!(out, "{outcome}"))
 }
 
 /// Finds the supervisor of a server. A supervisor can be found by the sockets of its command line;
@@ -60,8 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     let reported = || {
         let client = discovery::server(Some(server.to_str()?)).ok()?;
-        let status = client.get::<Status>("/v1/status").ok()?;
-        SupervisorClient::find_reported(status.supervisor_pid?, client.socket()).ok()
+        supervisor_of(&client).ok()?
     };
     // A server of this name takes precedence over a file of this name in the working directory.
     let is_name =

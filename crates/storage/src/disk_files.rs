@@ -18,19 +18,25 @@ pub struct DiskFile {
 /// options permit them. A relative path in `spec` starts at `directory`. Empty for disks that are
 /// neither files nor devices.
 #[must_use]
-pub fn files(spec: &str, directory: &Path) -> Vec<DiskFile> {
-    let parsed = file(spec).and_then(|_| FileSpec::parse(&split(spec).ok()?.0).ok()?);
-    let Some(FileSpec { path, options, .. }) = parsed else { return Vec::new() };
+pub fn files(spec: &str, directory: &Path) -> Vec<PathBuf> {
+    let Some(FileSpec { path, options, .. }) = parse(spec) else { return Vec::new() };
     let path = directory.join(path);
     let named = match options.allow_backing {
         true => shadowbell_disk_qcow2::named_files(&path),
         false => Vec::new(),
     };
-    let image = DiskFile { path, is_read_only: options.read_only };
-    let named = named
-        .into_iter()
-        .map(|(path, is_data)| DiskFile { path, is_read_only: !is_data || options.read_only });
-    [image].into_iter().chain(named).collect()
+    [path].into_iter().chain(named).collect()
+}
+
+/// File or device in `spec`. A relative path starts at `directory`. `None` for other disks.
+#[must_use]
+pub fn image(spec: &str, directory: &Path) -> Option<DiskFile> {
+    let FileSpec { path, options, .. } = parse(spec)?;
+    Some(DiskFile { path: directory.join(path), is_read_only: options.read_only })
+}
+
+fn parse(spec: &str) -> Option<FileSpec> {
+    file(spec).and_then(|_| FileSpec::parse(&split(spec).ok()?.0).ok()?)
 }
 
 /// True if `path` is one of the [files] of a disk, by device and inode.
@@ -38,5 +44,5 @@ pub fn files(spec: &str, directory: &Path) -> Vec<DiskFile> {
 pub fn uses(spec: &str, directory: &Path, path: &Path) -> bool {
     let id = |path: &Path| path.metadata().ok().map(|about| (about.dev(), about.ino()));
     let wanted = id(path);
-    wanted.is_some() && files(spec, directory).iter().any(|file| id(&file.path) == wanted)
+    wanted.is_some() && files(spec, directory).iter().any(|file| id(file) == wanted)
 }

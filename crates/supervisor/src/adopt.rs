@@ -21,16 +21,9 @@ impl Supervisor {
         if !fd_store::is_wanted() {
             return false;
         }
-        let found = match FdStore::begin() {
-            Ok((fd_store, found)) => {
-                self.fd_store = Some(fd_store);
-                found
-            }
-            Err(error) => {
-                lost(&error);
-                None
-            }
-        };
+        let begun = FdStore::begin().inspect_err(|error| lost(error));
+        let Ok((fd_store, found)) = begun else { return false };
+        self.fd_store = Some(fd_store);
         let Some(found) = found else { return false };
         if let Err(why) = self.adopt(found) {
             (self.worker, self.upgrade, self.left, self.restart) = (None, None, None, None);

@@ -154,9 +154,10 @@ impl Broker {
         deferred_close::close(packet.fds);
         let Some((code, body, fds)) = answer else { return true };
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        // The send does not need to block: the server process waits for this answer, so no earlier
-        // answer fills the socket buffer.
-        let is_sent = protocol::send_bytes(&self.socket, code, &body, &borrowed, true).is_ok();
+        // The server process waits for this answer, so no earlier answer fills the socket buffer,
+        // and the send does not block. A flood of descriptors of another process delays it.
+        let send = || protocol::send_bytes(&self.socket, code, &body, &borrowed, true);
+        let is_sent = protocol::while_in_flight(send).is_ok();
         deferred_close::close(fds);
         is_sent
     }

@@ -69,7 +69,7 @@ impl ConfigRead {
 /// The file cannot be read.
 pub(super) fn read_config(arguments: &[OsString], permit: Permit) -> anyhow::Result<Config> {
     let file = command_line::config_file(arguments);
-    let config = file.map(|file| config_file::read_text(&file)).transpose()?;
+    let config = file.as_ref().map(|file| config_file::read_text(file)).transpose()?;
     let permissions = permit(arguments, config.as_deref());
     let text = config.clone();
     Ok((text, permissions.map(|permissions| Permitted { permissions, config })))

@@ -6,8 +6,9 @@
 //!
 //! An image is identified by a descriptor that the supervisor opened by a granted path, and holds
 //! as long as a server process uses it or a checkpoint contains the disk. A configured path is
-//! resolved once. Other descriptors are compared with the held ones by mount, device and inode;
-//! their names are never used. Since the inode is held, its number is not reused.
+//! resolved once, and its image is held until the configuration is read again. Other descriptors
+//! are compared with the held ones by mount, device and inode; their names are never used. Since
+//! the inode is held, its number is not reused.
 
 use crate::path_protocol::Made;
 use crate::permissions::{Permissions, bytes_of, path_of};
@@ -18,13 +19,15 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use shadowbell_config::disk_uuids;
 use shadowbell_disk_file::{Access, is_namespace};
 use shadowbell_process::deferred_close;
 use shadowbell_process::process_env::absolute;
 use shadowbell_state::{Bytes, Descriptors, FdRef, StateError};
-use std::collections::BTreeSet;
-use std::io;
+use std::collections::{BTreeSet, HashSet};
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
@@ -45,6 +48,8 @@ pub(super) type Id = (u64, u32, u32, u64);
 pub(super) struct Grants {
     pub(super) facts: Facts,
     images: Vec<Image>,
+    /// Configuration file and program of this process, which are no images.
+    pub(super) own_files: Vec<PathBuf>,
     /// Number of changes of the grants since the start of the supervisor.
     pub(super) changes: u64,
 }
@@ -59,6 +64,15 @@ pub(super) struct Facts {
     sockets: Vec<Made>,
     /// Directories of control sockets that this supervisor has created.
     directories: Vec<Bytes>,
+}
+
+impl Facts {
+    /// Configured paths of images. The image at such a path is held, because the path could lead to
+    /// another file when it is resolved again.
+    fn configured(&self) -> HashSet<&[u8]> {
+        let all = self.permissions.iter().flat_map(Permissions::all_images);
+        all.map(|path| &path.0[..]).collect()
+    }
 }
 
 /// Permissions, and the text of the configuration file that they are from, if there is one.
@@ -98,6 +112,11 @@ impl<F> Image<F> {
 }
 
 impl Image {
+    /// True if the image is the resolution of one of these paths.
+    fn is_at(&self, paths: &HashSet<&[u8]>) -> bool {
+        self.is_current && paths.contains(&self.path.0[..])
+    }
+
     /// Returns a descriptor that names the image for the server process, which then uses it.
     pub(super) fn name(&mut self) -> io::Result<OwnedFd> {
         let named = self.file.try_clone()?;
@@ -118,12 +137,15 @@ impl Grants {
     /// Adds the permissions of a configuration. Paths in it are resolved again at their next use.
     pub(super) fn permit(&mut self, permitted: Permitted) {
         let Permitted { permissions, config } = permitted;
+        let ours = match &mut self.facts.permissions {
+            Some(ours) => {
+                ours.extend(permissions);
+                ours
+            }
+            none => none.insert(permissions),
+        };
         for image in &mut self.images {
-            image.is_current &= permissions.access(&image.path).is_none();
-        }
-        match &mut self.facts.permissions {
-            Some(ours) => ours.extend(permissions),
-            None => self.facts.permissions = Some(permissions),
+            image.is_current &= ours.access(&image.path).is_none();
         }
         self.facts.config = config;
         self.changes += 1;
@@ -147,14 +169,24 @@ impl Grants {
         let mut directories = permissions.image_directories.iter().map(|one| path_of(&one.0));
         directories.find_map(|directory| {
             let below = path.strip_prefix(&directory).ok()?.to_owned();
-            let location = match below.as_os_str().is_empty() {
-                // `--allow` may name a file. If it names a directory, `check_kind` refuses the
-                // directory itself as an image.
-                true => Location::Configured(directory),
-                false => Location::Below(directory, below),
-            };
-            Some((location, true))
+            Some((Location::Below(directory, below), true))
         })
+    }
+
+    /// Paths of the supervisor's own files: configuration, program, and UUIDs of disks.
+    pub(super) fn own_files(&self) -> Vec<PathBuf> {
+        let permissions = self.facts.permissions.as_ref();
+        let state = permissions.and_then(|permissions| permissions.state_directory.as_ref());
+        let uuids = state.map(|directory| disk_uuids::file_in(&path_of(&directory.0)));
+        self.own_files.iter().cloned().chain(uuids).collect()
+    }
+
+    /// Configured paths of read-only images that no held image is the resolution of.
+    pub(super) fn unresolved_read_only(&self) -> Vec<PathBuf> {
+        let held = self.images.iter().filter(|image| image.is_current);
+        let held: HashSet<_> = held.map(|image| &image.path.0).collect();
+        let all = self.facts.permissions.iter().flat_map(|ours| &ours.read_only_images);
+        all.filter(|path| !held.contains(&path.0)).map(|path| path_of(&path.0)).collect()
     }
 
     /// Holds an image that was opened at a location.
@@ -179,8 +211,10 @@ impl Grants {
         self.changes += 1;
         let known = self.images.iter().position(|image| image.id == id);
         if known.is_none() && self.images.len() >= MAX_GRANTS {
-            // The oldest image that is in no checkpoint is released.
-            let oldest = self.images.iter().position(|image| !image.is_releasable);
+            // The oldest image that is in no checkpoint and not configured is released.
+            let configured = self.facts.configured();
+            let is_old = |image: &Image| !image.is_releasable && !image.is_at(&configured);
+            let oldest = self.images.iter().position(is_old);
             let oldest = oldest.ok_or_else(|| {
                 io::Error::other(format!("the disks of a server have at most {MAX_GRANTS} images"))
             })?;
@@ -190,18 +224,14 @@ impl Grants {
         if known.is_none() {
             let (path, file) = (path.clone(), Arc::new(file));
             let (uses, is_releasable) = (0, false);
-            self.images.push(Image {
-                path,
-                is_current,
-                file,
-                id,
-                is_writable,
-                uses,
-                is_releasable,
-            });
+            let new = Image { path, is_current, file, id, is_writable, uses, is_releasable };
+            self.images.push(new);
         }
         let image = &mut self.images[at];
-        image.is_writable |= is_writable;
+        let permissions = self.facts.permissions.as_ref();
+        let configured = permissions.and_then(|permissions| permissions.access(&image.path));
+        // An allowed directory does not make a file writable that is configured read-only.
+        image.is_writable |= is_writable && (is_current || configured != Some(false));
         // A new disk may use the image. If an earlier disk with this image then disappears from the
         // checkpoint, the image must not be released.
         image.is_releasable = false;
@@ -227,11 +257,30 @@ impl Grants {
         self.hold(&location, file, flags.contains(OFlags::RDWR)).map(drop)
     }
 
-    /// Returns the held image that is the same file as `file`.
+    /// Grants a path of a socket that a client of the supervisor has named. Returns false if there
+    /// are too many.
+    pub(super) fn grant_socket(&mut self, path: &Path) -> bool {
+        let path = bytes_of(&absolute(path));
+        let Some(permissions) = &mut self.facts.permissions else { return false };
+        let is_known = permissions.sockets.contains(&path);
+        if !is_known && permissions.sockets.len() < MAX_GRANTS {
+            permissions.sockets.push(path);
+            self.changes += 1;
+            return true;
+        }
+        is_known
+    }
+
+    /// Returns the held image that is the same file as `file`, and whether it is the resolution of
+    /// a path that the configuration or a client of the supervisor has named.
     ///
     /// # Errors
     /// The image is not held, or it may not be written.
-    pub(super) fn held(&self, file: BorrowedFd<'_>, access: Access) -> io::Result<Arc<OwnedFd>> {
+    pub(super) fn held(
+        &self,
+        file: BorrowedFd<'_>,
+        access: Access,
+    ) -> io::Result<(Arc<OwnedFd>, bool)> {
         let id = id_of(file)?;
         let image = self.images.iter().find(|image| image.id == id);
         let image = image.ok_or_else(|| refusal(Path::new("DIRECTORY")))?;
@@ -240,7 +289,7 @@ impl Grants {
             _ if image.is_writable => {}
             _ => return Err(Errno::ACCESS.into()),
         }
-        Ok(Arc::clone(&image.file))
+        Ok((Arc::clone(&image.file), image.is_current))
     }
 
     /// Ends one use of an image by the server process.
@@ -261,12 +310,15 @@ impl Grants {
         self.changes += 1;
     }
 
-    /// Releases each image that is unused and in no checkpoint. `stored`: identities of the images
-    /// in all checkpoints.
+    /// Releases each image that is unused, in no checkpoint and not configured. `stored`:
+    /// identities of the images in all checkpoints.
     pub(super) fn release(&mut self, stored: &BTreeSet<Id>) {
-        let (stay, gone): (Vec<_>, _) = std::mem::take(&mut self.images)
-            .into_iter()
-            .partition(|image| !image.is_releasable || stored.contains(&image.id));
+        let configured = self.facts.configured();
+        let (stay, gone): (Vec<_>, _) =
+            std::mem::take(&mut self.images).into_iter().partition(|image| {
+                let is_used = !image.is_releasable || stored.contains(&image.id);
+                is_used || image.is_at(&configured)
+            });
         self.images = stay;
         for image in &mut self.images {
             image.is_releasable |= stored.contains(&image.id);
@@ -376,13 +428,49 @@ impl Location {
     }
 }
 
+/// Refuses the files that the supervisor itself reads or executes, under any name: they may be
+/// below an allowed directory. May block on a hung file system.
+///
+/// # Errors
+/// `file` is one of the files `own`, or one of these is inaccessible.
+pub(super) fn check_foreign(file: BorrowedFd<'_>, own: &[PathBuf]) -> io::Result<()> {
+    let Some(own) = same_file(file, own)? else { return Ok(()) };
+    Err(io::Error::other(format!(
+        "{} belongs to the supervisor, and cannot be an image: use another file",
+        own.display()
+    )))
+}
+
+/// Returns the path that leads to `file`, if there is one. May block on a hung file system.
+///
+/// # Errors
+/// A path is inaccessible, so its file is unknown.
+pub(super) fn same_file<'a>(
+    file: BorrowedFd<'_>,
+    paths: &'a [PathBuf],
+) -> io::Result<Option<&'a Path>> {
+    let about = attributes(file)?;
+    let id = (makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino);
+    for path in paths {
+        match path.metadata() {
+            Ok(other) if (other.dev(), other.ino()) == id => return Ok(Some(path)),
+            Ok(_) => {}
+            Err(error)
+                if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
 /// Error for an image that is not permitted, with the directory that would have to be allowed.
 pub(super) fn refusal(directory: &Path) -> io::Error {
     io::Error::new(
         io::ErrorKind::PermissionDenied,
         format!(
             "the sandbox permits only images that were named at the start or added by `shadowbell \
-             ctl`; restart `serve` with `--allow {}` to permit more",
+             ctl` (backing files by its option `--backing`); restart `serve` with `--allow {}` to \
+             permit more",
             directory.display()
         ),
     )

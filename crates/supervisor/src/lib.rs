@@ -74,6 +74,7 @@ use permissions::Permit;
 use protocol::{START, answer, question, to_supervisor, to_worker};
 use restart_policy::RestartPolicy;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_process::process_env::absolute;
 use shadowbell_process::signals::{Caught, Meanings};
 use shadowbell_process::{deferred_close, descriptor_limit, exit, logging, notify};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
@@ -85,7 +86,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use trim_memory::TrimTimer;
-use upgrade_progress::{Step, add_warnings, answer_to};
+use upgrade_progress::{Step, add_warnings, answer_to, requester};
 use watchdog::Watchdog;
 use worker::{MESSAGES, Worker};
 
@@ -132,12 +133,15 @@ impl Supervisor {
         let count = others.len() - usize::from(config_file(&arguments).is_none());
         let Meanings { ends, others } = Meanings::new(&others[..count]);
         let signals = Caught::catch(&[&ends[..], &others].concat())?;
+        // `program` is a path and not `/proc/self/exe`, so that a restart uses the file that is
+        // then installed.
+        let program = std::env::current_exe()?;
+        let config = config_file(&arguments).as_deref().map(absolute);
+        GRANTS.lock().own_files = config.into_iter().chain([program.clone()]).collect();
         Ok(Self {
             arguments,
             permit,
-            // `program` is a path and not `/proc/self/exe`, so that a restart uses the file that is
-            // then installed.
-            program: std::env::current_exe()?,
+            program,
             signals,
             ends,
             others,
@@ -374,14 +378,16 @@ impl Supervisor {
                     }
                     // The request of a process that has ended is refused. Otherwise a program that
                     // requests an upgrade and then dies would be started again and again.
-                    to_supervisor::UPGRADE if is_last => {
-                        if let Some(asker) = packet.fd() {
-                            answer_to(asker, answer::NO, "the server process has ended");
+                    to_supervisor::UPGRADE => {
+                        let asker = requester(packet.fd(), self.worker.as_ref().map(Worker::pid));
+                        let why = "the server process has ended";
+                        match is_last {
+                            true => asker.into_iter().for_each(|to| answer_to(to, answer::NO, why)),
+                            // A server process must not choose a program, so it can only request an
+                            // upgrade to the current one.
+                            false => self.begin_upgrade(None, asker, false, None),
                         }
                     }
-                    // A server process must not choose a program, so it can only request an upgrade
-                    // to the current one.
-                    to_supervisor::UPGRADE => self.begin_upgrade(None, packet.fd(), false, None),
                     to_supervisor::WARNING => {
                         if let Some(replacement) = &mut self.replacement {
                             add_warnings(&mut replacement.warnings, &packet.text());
@@ -489,6 +495,9 @@ impl Supervisor {
                 let path = permissions::path_of(&packet.body);
                 let opened = packet.fds.first().filter(|_| self.is_outside(&client));
                 opened.is_some_and(|opened| GRANTS.lock().grant(&path, opened.as_fd()).is_ok())
+            }
+            question::GRANT_SOCKET => {
+                self.is_outside(&client) && GRANTS.lock().grant_socket(&packet.path())
             }
             question::SERVES => self.sockets.contains(&packet.path()),
             code @ (question::UPGRADE | question::CHECK) => {

@@ -5,9 +5,9 @@
 //! The broker also stores the UUIDs of disks. The server process gets UUIDs and no descriptor of
 //! their file, so it can neither change them nor choose one.
 
-use super::grants::{GRANTS, refusal};
+use super::grants::{GRANTS, Location, check_foreign, refusal, same_file};
 use crate::permissions;
-use crate::protocol::{Packet, open_broker as requests};
+use crate::protocol::{Packet, failure, open_broker as requests};
 use rustix::io::Errno;
 use shadowbell_config::disk_uuids::Store;
 use shadowbell_disk_file::{Access, identify_namespace, open_image};
@@ -22,10 +22,7 @@ use std::sync::Arc;
 pub(super) fn answer(packet: &Packet) -> (u8, Vec<u8>, Vec<OwnedFd>) {
     match outcome(packet) {
         Ok((body, fds)) => (requests::OPENED, body, fds),
-        Err(error) => match error.raw_os_error() {
-            Some(errno) => (requests::ERRNO, errno.to_string().into(), Vec::new()),
-            None => (requests::REFUSED, error.to_string().into(), Vec::new()),
-        },
+        Err(error) => failure(&error, requests::ERRNO, requests::REFUSED),
     }
 }
 
@@ -65,16 +62,29 @@ fn name(path: &Path) -> io::Result<OwnedFd> {
     }
     let location = grants.location(path);
     let (location, is_writable) = location.ok_or_else(|| refusal(path.parent().unwrap_or(path)))?;
+    let is_below = matches!(location, Location::Below(..));
+    let (own, read_only) = (grants.own_files(), grants.unresolved_read_only());
     // The lock is released first, because the file system may hang.
     drop(grants);
     let file = location.open()?;
+    if is_below {
+        check_foreign(file.as_fd(), &own)?;
+    }
+    let is_writable = is_writable && !(is_below && same_file(file.as_fd(), &read_only)?.is_some());
     GRANTS.lock().hold(&location, file, is_writable)?.name()
 }
 
 /// Returns the held image that is the same file as `file`, and the path in `/proc` by which to open
 /// it.
 fn path_of(file: BorrowedFd<'_>, access: Access) -> io::Result<(PathBuf, Arc<OwnedFd>)> {
-    let held = GRANTS.lock().held(file, access)?;
+    let grants = GRANTS.lock();
+    let ((held, is_named), own) = (grants.held(file, access)?, grants.own_files());
+    // The lock is released first, because the file system may hang.
+    drop(grants);
+    // A file below an allowed directory may have become an own file since it was named.
+    if !is_named {
+        check_foreign(held.as_fd(), &own)?;
+    }
     Ok((format!("/proc/self/fd/{}", held.as_raw_fd()).into(), held))
 }
 
@@ -230,6 +240,54 @@ mod tests {
         GRANTS.lock().permit(Permitted { permissions, config: None });
         assert_eq!(uuid("/a.img"), one);
         set(None);
+    }
+
+    /// The files that the supervisor itself reads or executes are no images, although they are
+    /// below an allowed directory: the server process would choose its own permissions.
+    #[test]
+    fn the_files_of_the_supervisor_are_no_images() {
+        let (_directory, path) = directory(&["vm.toml", "program", "image"]);
+        permit(&[], &[&path("")]);
+        let own_files = ["vm.toml", "program"].map(&path);
+        GRANTS.lock().own_files.extend(own_files);
+        std::fs::hard_link(path("vm.toml"), path("link")).unwrap();
+        std::os::unix::fs::symlink("../vm.toml", path("below/link")).unwrap();
+        let process = Asks::new();
+        for name in ["vm.toml", "program", "link", "below/link"] {
+            let why = process.name(&path(name)).unwrap_err();
+            assert!(why.contains("belongs to the supervisor"), "{name}: {why}");
+        }
+        let image = process.name(&path("image")).unwrap();
+        assert_eq!(process.read(image.as_fd(), "w"), Ok(b'i'));
+        // The old configuration file, which is replaced, is an ordinary file.
+        std::fs::rename(path("image"), path("vm.toml")).unwrap();
+        let why = process.read(image.as_fd(), "w").unwrap_err();
+        assert!(why.contains("belongs to the supervisor"), "{why}");
+        assert_eq!(process.first(&path("link")), Ok(b'v'));
+        // The file that an inaccessible path leads to is unknown.
+        std::os::unix::fs::symlink("loop", path("loop")).unwrap();
+        let own = [path("none"), path("link/none"), path("loop")];
+        assert!(check_foreign(image.as_fd(), &own[..2]).is_ok());
+        assert!(check_foreign(image.as_fd(), &own).is_err());
+    }
+
+    /// An image that is configured read-only stays read-only, although it is below an allowed
+    /// directory and the server process requests it by another path.
+    #[test]
+    fn an_allowed_directory_does_not_make_a_read_only_image_writable() {
+        let (_directory, path) = directory(&["first", "later"]);
+        permit(&[], &[&path("")]);
+        let read_only_images = ["first", "later"].map(|name| bytes_of(&path(name))).to_vec();
+        let permissions = Permissions { read_only_images, ..Permissions::default() };
+        GRANTS.lock().permit(Permitted { permissions, config: None });
+        let process = Asks::new();
+        drop(process.name(&path("later")).unwrap());
+        for name in ["first", "later"] {
+            let named = process.name(&path(&format!("below/../{name}"))).unwrap();
+            assert_eq!(process.read(named.as_fd(), "r"), Ok(name.as_bytes()[0]));
+            let refused = Err(format!("errno {}", libc::EACCES));
+            assert_eq!(process.read(named.as_fd(), "w"), refused, "{name}");
+        }
     }
 
     #[test]
@@ -428,6 +486,42 @@ mod tests {
         grants.release(&nothing);
         assert!(!is_held(&grants) && grants.known(&path("image")).is_none());
         assert!(grants.location(&path("image")).is_none(), "a release permits nothing");
+    }
+
+    /// The server process cannot make the supervisor resolve a configured path again: neither by
+    /// the end of its uses nor by many other images.
+    #[test]
+    fn a_configured_image_is_held() {
+        shadowbell_process::descriptor_limit::raise();
+        let mut grants = Grants::default();
+        let (_directory, path) = directory(&["image"]);
+        let images = vec![bytes_of(&path("image"))];
+        let permissions = Permissions { images, ..Permissions::default() };
+        grants.permit(Permitted { permissions, config: None });
+        let (location, is_writable) = grants.location(&path("image")).unwrap();
+        let image = location.open().unwrap();
+        grants.hold(&location, o_path(&path("image")), is_writable).unwrap().name().unwrap();
+        std::fs::rename(path("image"), path("kept")).unwrap();
+        write(path("image"), "other").unwrap();
+        let id = |grants: &mut Grants| {
+            grants.known(&path("image")).map(|image| id_of(image.name().unwrap().as_fd()).unwrap())
+        };
+        for number in 0..=MAX_GRANTS {
+            let path = path(&number.to_string());
+            write(&path, "").unwrap();
+            grants.grant(&path, File::open(&path).unwrap().as_fd()).unwrap();
+        }
+        assert_eq!(id(&mut grants), id_of(image.as_fd()).ok());
+        grants.end_uses();
+        grants.release(&BTreeSet::new());
+        assert_eq!(id(&mut grants), id_of(image.as_fd()).ok());
+        // The configuration is read again, and does not name the path any more.
+        let permissions = Permissions::default();
+        grants.permit(Permitted { permissions, config: None });
+        grants.end_uses();
+        grants.release(&BTreeSet::new());
+        assert_eq!(id(&mut grants), None);
+        assert!(grants.held(image.as_fd(), Access::Read).is_err());
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::path_protocol::{
     REMOVE_UNANSWERED, TCP, TRACE,
 };
 use crate::permissions::{Permissions, bytes_of, path_of};
-use crate::protocol::{self, Packet};
+use crate::protocol::{self, Packet, failure};
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
@@ -49,19 +49,8 @@ pub(super) fn become_user() -> io::Result<()> {
     Ok(set_thread_res_uid(ours, uid, ours)?)
 }
 
-/// Descriptors and body of an answer.
-type Outcome = Result<(Vec<OwnedFd>, Vec<u8>), Failure>;
-
-enum Failure {
-    System(io::Error),
-    Socket(BindError),
-}
-
-impl<E: Into<io::Error>> From<E> for Failure {
-    fn from(error: E) -> Self {
-        Self::System(error.into())
-    }
-}
+/// Descriptors and body of an answer. The error may contain a [`BindError`].
+type Outcome = io::Result<(Vec<OwnedFd>, Vec<u8>)>;
 
 /// Answer to a request: type, body and descriptors. `None`: the request has no answer.
 pub(super) type Answer = Option<(u8, Vec<u8>, Vec<OwnedFd>)>;
@@ -71,10 +60,9 @@ pub(super) fn answer(packet: &Packet) -> Answer {
     let is_answered = packet.code != REMOVE_UNANSWERED;
     let answer = match outcome(packet) {
         Ok((fds, body)) => (DONE, body, fds),
-        Err(Failure::Socket(why)) => (NO_SOCKET, json(&why), Vec::new()),
-        Err(Failure::System(error)) => match error.raw_os_error() {
-            Some(errno) => (ERRNO, errno.to_string().into(), Vec::new()),
-            None => (REFUSED, error.to_string().into(), Vec::new()),
+        Err(error) => match error.downcast::<BindError>() {
+            Ok(why) => (NO_SOCKET, json(&why), Vec::new()),
+            Err(error) => failure(&error, ERRNO, REFUSED),
         },
     };
     is_answered.then_some(answer)
@@ -137,8 +125,7 @@ impl Permissions {
         let real = |path: &Bytes| path_of(&path.0).canonicalize();
         let is_it = |allowed| directory == allowed;
         let is_below = |allowed| directory.starts_with(allowed);
-        let mut directories = self.socket_directories.iter().chain(&self.control);
-        directories.any(|allowed| real(allowed).is_ok_and(is_it))
+        self.control.iter().any(|allowed| real(allowed).is_ok_and(is_it))
             || self.socket_trees.iter().any(|allowed| real(allowed).is_ok_and(is_below))
     }
 }
@@ -155,17 +142,22 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
         match DirBuilder::new().mode(0o700).create(own) {
             Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
                 let what = "created".into();
-                return Err(Failure::Socket(BindError::System { path: path.into(), what, source }));
+                return Err(io::Error::other(BindError::System {
+                    path: path.into(),
+                    what,
+                    source,
+                }));
             }
             _ => {}
         }
     }
     let at = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
+    let is_configured = permissions.sockets.contains(&bytes_of(&absolute(path)));
     // If the directory does not exist, `bind` reports that.
-    let there = at.parent().map(directory);
-    if there.is_some_and(|there| there.is_ok()) && !permissions.is_for_sockets(&at) {
+    let there = at.parent().map(directory).is_some_and(|there| there.is_ok());
+    if there && !is_configured && !permissions.is_for_sockets(&at) {
         let text = format!("the sandbox permits no socket at {}", path.display());
-        return Err(io::Error::other(text).into());
+        return Err(io::Error::other(text));
     }
     if !GRANTS.lock().has_room_for(&bytes_of(&absolute(&at))) {
         let text = format!("a server creates at most {MAX_GRANTS} sockets: remove others first");
@@ -177,10 +169,9 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
         Kind::Private => (Some(0o600), None),
     };
     let made = |file| Made { path: bytes_of(&absolute(&at)), file: Some(file) };
-    let is_configured = permissions.sockets.contains(&bytes_of(&absolute(path)));
     let replaces = |file| is_configured || own.is_some() || GRANTS.lock().has_created(&made(file));
     let listener = Listener::bind_with(&at, BindOptions { mode, group, replaces: Some(&replaces) });
-    let parts = listener.map_err(Failure::Socket)?.into_parts()?;
+    let parts = listener.map_err(io::Error::other)?.into_parts()?;
     let made = Made { path: bytes_of(&parts.path), file: parts.file };
     let answer = json(&made);
     GRANTS.lock().created(made, own.map(bytes_of));
@@ -232,15 +223,14 @@ mod tests {
         let at = |name: &str| root.join(name);
         let directories =
             ["sockets", "sockets/below", "allowed", "allowed/below", "run", "run/empty"];
-        for name in directories.into_iter().chain(["elsewhere", "elsewhere/empty"]) {
+        for name in directories.into_iter().chain(["elsewhere", "elsewhere/empty", "shared"]) {
             std::fs::create_dir(at(name)).unwrap();
         }
         std::os::unix::fs::symlink(at("elsewhere"), at("sockets/link")).unwrap();
         std::fs::write(at("sockets/file"), "a disk").unwrap();
         let permissions = Permissions {
-            sockets: vec![bytes_of(&at("sockets/configured"))],
-            socket_directories: vec![bytes_of(&at("sockets"))],
-            socket_trees: vec![bytes_of(&at("allowed"))],
+            sockets: ["sockets/configured", "shared/own"].map(|name| bytes_of(&at(name))).to_vec(),
+            socket_trees: ["sockets", "allowed"].map(|name| bytes_of(&at(name))).to_vec(),
             ..Permissions::default()
         };
         GRANTS.lock().permit(Permitted { permissions, config: None });
@@ -253,11 +243,18 @@ mod tests {
         let process = Asks(broker::start(broker::Kind::Paths, broker::Owner::new()).unwrap());
         let path = at("sockets/a");
         let others = ["elsewhere/a", "sockets/link/a", "sockets/../elsewhere/a", "run/empty/a"];
-        for refused in others.into_iter().chain(["sockets/below/a"]) {
+        for refused in others {
             let answer = process.listen(Kind::Private, &at(refused));
             assert_eq!(answer.code, REFUSED, "{refused}: {}", answer.text());
         }
         assert_eq!(process.listen(Kind::Plain, &at("allowed/below/a")).code, DONE);
+        // A configured path needs no permitted directory, and permits no other path in its own.
+        assert_eq!(process.listen(Kind::Plain, &at("shared/own")).code, DONE);
+        assert_eq!(process.listen(Kind::Plain, &at("shared/other")).code, REFUSED);
+        // A client of the supervisor grants a path.
+        assert!(GRANTS.lock().grant_socket(&at("shared/other")));
+        assert_eq!(process.listen(Kind::Plain, &at("shared/other")).code, DONE);
+        assert_eq!(process.listen(Kind::Plain, &at("shared/third")).code, REFUSED);
         let answer = process.listen(Kind::Plain, &at("sockets/file"));
         assert_eq!(answer.code, NO_SOCKET, "{}", answer.text());
         let answer = process.listen(Kind::Controller, &path);

@@ -23,12 +23,10 @@ pub struct Permissions {
     /// Paths of images that are only opened for reading.
     pub read_only_images: Vec<Bytes>,
     /// Paths of directories and files. Each of these files, and all files below these directories,
-    /// are permitted as images.
+    /// are permitted as images, except the supervisor's own files.
     pub image_directories: Vec<Bytes>,
-    /// Paths of sockets. A socket file that a dead server left at one of these paths is replaced.
+    /// Paths of sockets: configured ones, and those that `ctl` has named. A socket file that a dead server left at one of these paths is replaced.
     pub sockets: Vec<Bytes>,
-    /// Directories in which sockets may be created, but not in their subdirectories.
-    pub socket_directories: Vec<Bytes>,
     /// Directories in which sockets may be created, including all subdirectories.
     pub socket_trees: Vec<Bytes>,
     /// Directories that may be created for the control socket.
@@ -48,10 +46,18 @@ pub struct Permissions {
 }
 
 impl Permissions {
-    /// Returns whether an image may be written. `None` if its path is not listed as an image.
+    /// Listed paths of images, and of directories with images.
+    pub(super) fn all_images(&self) -> impl Iterator<Item = &Bytes> {
+        self.images.iter().chain(&self.read_only_images).chain(&self.image_directories)
+    }
+
+    /// Returns whether an image may be written. `None` if its path is not listed. An allowed path
+    /// may be that of a file.
     pub(super) fn access(&self, path: &Bytes) -> Option<bool> {
-        let is_writable = self.images.contains(path);
-        (is_writable || self.read_only_images.contains(path)).then_some(is_writable)
+        let is_read_only = self.read_only_images.contains(path);
+        let is_allowed = !is_read_only && self.image_directories.contains(path);
+        let is_writable = is_allowed || self.images.contains(path);
+        (is_writable || is_read_only).then_some(is_writable)
     }
 
     /// Adds the paths and addresses of a configuration file that was read again. User, mode, group,
@@ -62,7 +68,6 @@ impl Permissions {
             (&mut self.read_only_images, other.read_only_images),
             (&mut self.image_directories, other.image_directories),
             (&mut self.sockets, other.sockets),
-            (&mut self.socket_directories, other.socket_directories),
             (&mut self.socket_trees, other.socket_trees),
         ] {
             let new: Vec<_> = theirs.into_iter().filter(|path| !ours.contains(path)).collect();

@@ -201,6 +201,8 @@ pub mod question {
     /// Permits the server process to open the file of the descriptor, with the access of the
     /// descriptor, as the image at this absolute path.
     pub const GRANT: u8 = b'g';
+    /// Permits the server process to create a socket at this absolute path.
+    pub const GRANT_SOCKET: u8 = b'l';
 }
 
 /// Answers of the supervisor.
@@ -234,8 +236,8 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(pair)
 }
 
-/// Longest time for which a blocking send waits until other processes have received the descriptors
-/// that are in flight, and the pause between its attempts.
+/// Longest time for which [`while_in_flight`] waits until other processes have received the
+/// descriptors that are in flight, and the pause between its attempts.
 const IN_FLIGHT: Duration = Duration::from_secs(5);
 const RETRY: Duration = Duration::from_millis(1);
 
@@ -271,16 +273,35 @@ pub fn send_bytes(
     }
     let mut flags = SendFlags::NOSIGNAL;
     flags.set(SendFlags::DONTWAIT, now);
+    let mut send = || {
+        let sent = rustix::io::retry_on_intr(|| sendmsg(&socket, &bytes, &mut control, flags));
+        sent.map(drop).map_err(io::Error::from)
+    };
+    if now { send() } else { while_in_flight(send) }
+}
+
+/// Repeats a send, for a limited time, while other processes of this user have sent as many
+/// descriptors as the process's limit of open files, and their receivers have not received them.
+///
+/// # Errors
+/// The send fails for another reason, or after the time limit.
+pub(super) fn while_in_flight(mut send: impl FnMut() -> io::Result<()>) -> io::Result<()> {
     let until = Instant::now() + IN_FLIGHT;
+    let is_full = |error: &io::Error| error.raw_os_error() == Some(libc::ETOOMANYREFS);
     loop {
-        match sendmsg(&socket, &bytes, &mut control, flags) {
-            Ok(_) => return Ok(()),
-            Err(Errno::INTR) => {}
-            // Other processes of this user have sent as many descriptors as the process's limit of
-            // open files, and their receivers have not received them yet.
-            Err(Errno::TOOMANYREFS) if !now && Instant::now() < until => sleep(RETRY),
-            Err(errno) => return Err(errno.into()),
+        match send() {
+            Err(error) if is_full(&error) && Instant::now() < until => sleep(RETRY),
+            outcome => return outcome,
         }
+    }
+}
+
+/// Answer to a request that has failed: type `system` with the error number, or `refused` with the
+/// reason.
+pub(super) fn failure(error: &io::Error, system: u8, refused: u8) -> (u8, Vec<u8>, Vec<OwnedFd>) {
+    match error.raw_os_error() {
+        Some(errno) => (system, errno.to_string().into(), Vec::new()),
+        None => (refused, error.to_string().into(), Vec::new()),
     }
 }
 
@@ -361,10 +382,12 @@ pub fn is_ours(socket: impl AsFd) -> bool {
 mod tests {
     use std::os::unix::net::UnixStream;
 
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustix::process::Uid;
     use rustix::thread::set_thread_uid;
 
     use super::*;
+    use crate::broker;
 
     #[test]
     fn packets_arrive_one_by_one_with_their_descriptors() {
@@ -394,6 +417,28 @@ mod tests {
     fn a_blocking_send_waits_for_descriptors_in_flight() {
         // The thread changes its user.
         std::thread::spawn(send_during_flood).join().unwrap();
+    }
+
+    /// An answer of a broker is sent once the kernel accepts descriptors again.
+    #[test]
+    fn a_broker_answers_during_a_flood_of_descriptors() {
+        std::thread::spawn(ask_during_flood).join().unwrap();
+    }
+
+    fn ask_during_flood() {
+        let Some((flood, ends)) = flood() else {
+            eprintln!("skipped: descriptors in flight are not limited here");
+            return;
+        };
+        let broker = broker::start(broker::Kind::Images, broker::Owner::new()).unwrap();
+        send(&broker, open_broker::CONNECT, "", None).unwrap();
+        // A broker that gives up closes its socket at once.
+        let limit = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        let answered = poll(&mut [PollFd::new(&broker, PollFlags::IN)], Some(&limit)).unwrap();
+        assert_eq!(answered, 0);
+        drop((flood, ends));
+        let answer = receive(&broker, false).unwrap().unwrap();
+        assert_eq!((answer.code, answer.fds.len()), (open_broker::OPENED, 1));
     }
 
     fn send_during_flood() {

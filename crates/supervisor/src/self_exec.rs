@@ -61,16 +61,14 @@ impl Supervisor {
             Ok(()) if now < pending_exec.until => self.pending_exec = Some(pending_exec),
             Ok(()) => {
                 let limit = LIMIT.as_secs();
-                let why = match pending_exec.step {
-                    Step::Can(_) if deferred_close::is_waiting() => format!(
-                        "a descriptor that the server process sent was not closed within {limit} s"
-                    ),
-                    Step::Requested(..) => {
-                        format!("the new program did not answer within {limit} s")
+                let what = match pending_exec.step {
+                    Step::Can(_) if deferred_close::is_waiting() => {
+                        "a descriptor that the server process sent was not closed"
                     }
-                    _ => format!("there was no quiet moment within {limit} s"),
+                    Step::Requested(..) => "the new program did not answer",
+                    _ => "there was no quiet moment",
                 };
-                pending_exec.ends(Some(&why));
+                pending_exec.ends(Some(&format!("{what} within {limit} s")));
             }
             Err(why) => pending_exec.ends(Some(&why)),
         }

@@ -159,6 +159,7 @@ impl Supervisor {
     ) -> Result<Snapshot<'a>, StateError> {
         let clock = Monotonic::read_clock();
         let mut fds = Fds::new();
+        let left = self.left.as_ref();
         let saved = SavedSupervisor {
             program: bytes_of(&self.program),
             sockets: self.sockets.iter().map(|path| bytes_of(path)).collect(),
@@ -173,9 +174,7 @@ impl Supervisor {
                 step: upgrade.step,
                 why: upgrade.why.clone(),
             }),
-            left: self
-                .left
-                .as_ref()
+            left: left
                 .map(|left| SavedLeft { items: left.items.save(&mut fds), death: left.death }),
         };
         let mut parcel = Parcel::new();
@@ -183,19 +182,12 @@ impl Supervisor {
         let grants = GRANTS.lock().save(images, |fd| add(&mut fds, fd));
         parcel.add(OPENED, true, &grants)?;
         if let Some(held) = held {
-            let control = self.control.as_ref();
+            let (control, brokers) = (self.control.as_ref(), held.brokers.iter());
+            let clients = control.iter().flat_map(|control| &control.clients);
             let saved = SavedHeld {
                 control: control.map(|control| add(&mut fds, control.socket.as_fd())),
-                clients: control
-                    .iter()
-                    .flat_map(|control| &control.clients)
-                    .map(|client| add(&mut fds, client.as_fd()))
-                    .collect(),
-                brokers: held
-                    .brokers
-                    .iter()
-                    .map(|(kind, socket)| (*kind, add(&mut fds, socket.as_fd())))
-                    .collect(),
+                clients: clients.map(|client| add(&mut fds, client.as_fd())).collect(),
+                brokers: brokers.map(|(kind, fd)| (*kind, add(&mut fds, fd.as_fd()))).collect(),
                 journal: self.fd_store.as_ref().map(|FdStore { write, read, counters, .. }| {
                     (add(&mut fds, write.as_fd()), add(&mut fds, read.as_fd()), *counters)
                 }),

@@ -4,6 +4,8 @@ use super::grants::Permitted;
 use super::log::log_line;
 use super::worker::Worker;
 use crate::protocol::{self, answer};
+use rustix::net::sockopt::{socket_domain, socket_peercred, socket_type};
+use rustix::net::{AddressFamily, SocketType, getpeername};
 use serde::{Deserialize, Serialize};
 use shadowbell_process::deferred_close;
 use std::os::fd::OwnedFd;
@@ -95,6 +97,24 @@ pub(super) fn send_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) 
     }
 }
 
+/// Socket of a requester that a server process has passed. `None` unless it is an end of a pair
+/// that this supervisor or its server process has created: other sockets could lead to a program
+/// that trusts the supervisor's user.
+pub(super) fn requester(socket: Option<OwnedFd>, worker: Option<u32>) -> Option<OwnedFd> {
+    let socket = socket?;
+    let is_packet = socket_domain(&socket) == Ok(AddressFamily::UNIX)
+        && socket_type(&socket) == Ok(SocketType::SEQPACKET);
+    // Only a connected socket has the credentials of a peer.
+    let peer = (is_packet && getpeername(&socket).is_ok()).then(|| socket_peercred(&socket).ok());
+    let pid = peer.flatten().map(|peer| peer.pid.as_raw_pid().cast_unsigned());
+    let is_pair = pid == Some(std::process::id()) || (pid.is_some() && pid == worker);
+    if is_pair {
+        return Some(socket);
+    }
+    deferred_close::close([socket]);
+    None
+}
+
 /// Answers a requester without waiting, so that a requester that does not read cannot block the
 /// supervisor.
 pub(super) fn answer_to(asker: OwnedFd, code: u8, text: &str) {
@@ -102,4 +122,27 @@ pub(super) fn answer_to(asker: OwnedFd, code: u8, text: &str) {
     let body = body.get(..protocol::MAX_PACKET - 1).unwrap_or(body);
     let _ = protocol::send_bytes(&asker, code, body, &[], true);
     deferred_close::close([asker]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::{UnixDatagram, UnixStream};
+
+    #[test]
+    fn an_upgrade_is_answered_only_on_a_packet_socket_of_a_pair() {
+        let (pair, _other) = protocol::pair().unwrap();
+        assert!(requester(Some(pair), None).is_some());
+        assert!(requester(None, None).is_none());
+        let (pipe, _end) = std::io::pipe().unwrap();
+        let (stream, _end) = UnixStream::pair().unwrap();
+        let (datagram, _end) = UnixDatagram::pair().unwrap();
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+        let unconnected = rustix::net::socket(family, kind, None).unwrap();
+        let others = [pipe.into(), stream.into(), datagram.into(), tcp.into(), unconnected];
+        for other in others {
+            assert!(requester(Some(other), None).is_none());
+        }
+    }
 }

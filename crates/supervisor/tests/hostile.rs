@@ -169,7 +169,7 @@ fn permit(_: &[OsString], _: Option<&str>) -> anyhow::Result<Permissions> {
     Ok(Permissions {
         images: vec![at("image")],
         sockets: vec![at("sockets/vm.sock")],
-        socket_directories: vec![at("sockets")],
+        socket_trees: vec![at("sockets")],
         ..Permissions::default()
     })
 }
@@ -294,7 +294,9 @@ fn refuses_another_user(supervisor: u32) {
 fn stranger(supervisor: &std::ffi::OsStr) -> ExitCode {
     let pid = supervisor.to_str().and_then(|pid| pid.parse().ok()).expect("a number");
     let address = SocketAddrUnix::new_abstract_name(protocol::name(pid, 0).as_bytes());
-    for code in [question::IS_YOURS, question::SERVES, question::GRANT, question::UPGRADE] {
+    let grants = [question::GRANT, question::GRANT_SOCKET];
+    for code in [question::IS_YOURS, question::SERVES, question::UPGRADE].into_iter().chain(grants)
+    {
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None);
         let socket = socket.expect("a socket");
         connect(&socket, address.as_ref().expect("an address")).expect("a supervisor");

@@ -12,7 +12,6 @@ use landlock::{
     Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
     path_beneath_rules,
 };
-use shadowbell_config::export_config::ExportConfig;
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
 use shadowbell_process::process_env;
@@ -90,14 +89,7 @@ pub(crate) fn permissions(
     };
     let pools = config.controllers.iter().filter_map(|served| served.controller.pool.as_ref());
     let pools = pools.map(|pool| pool.directory.clone());
-    let sockets = || {
-        let controllers = config.controllers.iter().map(|served| served.socket.clone());
-        let exports = config.exports.iter().filter_map(ExportConfig::socket).map(Path::to_owned);
-        controllers.chain(config.control.path.clone()).chain(exports)
-    };
-    // If a socket path is a directory, the socket is created in it, as in SPDK.
-    let directories =
-        sockets().map(|socket| if socket.is_dir() { socket } else { directory_of(&socket) });
+    let sockets = config.sockets().map(Path::to_owned).chain(config.control.path.clone());
     let control = config.control.path.is_none().then(socket_path::directory).flatten();
     let name = config.control.name.as_ref().unwrap_or(&config.default_name);
     let names = [name.clone(), socket_path::name_for(name, std::process::id())];
@@ -107,8 +99,7 @@ pub(crate) fn permissions(
         images: images(false),
         read_only_images: images(true),
         image_directories: all(&mut config.allow.iter().cloned().chain(pools)),
-        sockets: all(&mut sockets()),
-        socket_directories: all(&mut directories.into_iter()),
+        sockets: all(&mut { sockets }),
         socket_trees: all(&mut config.allow.iter().cloned()),
         control: all(&mut control.into_iter()),
         user: user.map(|user| user.ids(config)),
@@ -133,13 +124,6 @@ fn ruleset() -> Result<RulesetCreated, RulesetError> {
 
 fn make(directory: &Path) -> bool {
     DirBuilder::new().recursive(true).mode(0o755).create(directory).is_ok()
-}
-
-fn directory_of(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }
 }
 
 impl Files {

@@ -140,8 +140,8 @@ static HOLDS_FOR_FILES: AtomicBool = AtomicBool::new(false);
 pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
     with_remedy(
         why,
-        "the sandbox permits sockets only in the directories of those that the server was started \
-         with; restart `serve` with `--allow DIRECTORY` to permit others",
+        "the sandbox permits only sockets that were named at the start or added by `shadowbell \
+         ctl`; restart `serve` with `--allow DIRECTORY` to permit others",
     )
 }
 

@@ -200,12 +200,23 @@ fn a_configuration_file_of_an_operator_is_not_replaced_without_force() {
     let mut server = server();
     let path = server.directory().join("vm.toml");
     let own = std::fs::read_to_string(&path).unwrap();
-    refused(&server, &["save-config", "vm.toml"], "vm.toml was not written by `save-config`");
+    refused(&server, &["save-config", "vm.toml"], "vm.toml has other lines, which would be lost");
     assert_eq!(std::fs::read_to_string(&path).unwrap(), own);
-    // `save-config` replaces a file that it has written itself.
+    // `save-config` also replaces a file that it has written itself only after it has shown the
+    // difference, because a compromised server process would choose what its supervisor grants.
     for _ in 0..2 {
         assert_eq!(ctl(&server, &["save-config", "saved.toml"]).0, Some(0));
     }
+    let saved = server.directory().join("saved.toml");
+    let text = std::fs::read_to_string(&saved).unwrap();
+    let other = text.replacen("controller", "x", 1);
+    std::fs::write(&saved, &other).unwrap();
+    refused(&server, &["save-config", "saved.toml"], "\n+ [[controller]]");
+    assert_eq!(std::fs::read_to_string(&saved).unwrap(), other);
+    let (status, shown, _) = ctl(&server, &["save-config", "saved.toml", "--force"]);
+    assert_eq!(status, Some(0));
+    assert!(shown.contains("\n- [[x]]\n+ [[controller]]\n"), "{shown}");
+    assert_eq!(std::fs::read_to_string(&saved).unwrap(), text);
     let plan = ctl_json(&server, &["apply", "saved.toml", "--dry-run"]);
     assert_eq!((&plan["unchanged"], &plan["later"]), (&json!(1), &json!(false)));
     assert_eq!(ctl(&server, &["save-config", "vm.toml", "--force"]).0, Some(0));

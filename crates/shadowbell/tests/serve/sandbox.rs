@@ -132,7 +132,8 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
 }
 
 /// The backing file of an image has to be in an allowed directory, like the image itself, or `ctl`
-/// has to pass its descriptor. `ctl` passes the descriptors of both files.
+/// has to pass its descriptor. `ctl` passes the descriptor of a backing file only if its caller
+/// names the file: the server process could have written the header of the image.
 #[test]
 fn backing_files_need_a_grant() {
     let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -155,13 +156,42 @@ fn backing_files_need_a_grant() {
     let wanted = json!({ "disk": disk }).to_string();
     let (code, body) = http_request(&server, &request("PUT", &add, &wanted));
     assert!(code >= 400 && body.contains("base.img") && body.contains("--allow"), "{code} {body}");
-    let (status, _, errors) = attach(&disk);
+    for other in [&base[..0], &overlay, "/etc/passwd"] {
+        let mut words = vec!["namespace", "attach", "vm.sock", "2", &disk[..], "--backing", other];
+        words.truncate(if other.is_empty() { 5 } else { 7 });
+        let (status, _, errors) = ctl(&server, &words);
+        assert!(status != Some(0) && errors.contains("base.img"), "{other}: {errors}");
+        assert!(errors.contains("`--backing`"), "{other}: {errors}");
+    }
+    let attach = ["namespace", "attach", "vm.sock", "2", &disk, "--backing", &base];
+    let (status, _, errors) = ctl(&server, &attach);
     assert_eq!(status, Some(0), "{errors}");
     let mut guest = Client::attach(&server.socket());
     assert_eq!(guest.read(2, 0), 7);
     kill(&server, Signal::KILL);
     assert_eq!(guest.read(2, 8), 7);
     drop(guest);
+    // The header of another image names the same base image as its data file, which would be
+    // written. A backing file is only read.
+    let other = path("other.qcow2");
+    let options = format!("data_file={},data_file_raw=on", path("data.img"));
+    let create = ["create", "-q", "-f", "qcow2", "-o", &options, &other, "1M"];
+    assert_eq!(qemu_img(&create), Some(0));
+    std::fs::copy(path("data.img"), path("saved.img")).unwrap();
+    let disk = format!("{other}?allow-backing=on");
+    let attach = |option: &str| {
+        ctl(&server, &["namespace", "attach", "vm.sock", "3", &disk, option, &path("data.img")])
+    };
+    let (status, _, errors) = attach("--backing");
+    assert!(status != Some(0) && errors.contains("data file is not writable"), "{errors}");
+    let (status, _, errors) = attach("--data-file");
+    assert_eq!(status, Some(0), "{errors}");
+    let (status, _, errors) = ctl(&server, &["status", "--backing", &base]);
+    assert!(status == Some(2) && errors.contains("verbs that open disks"), "{errors}");
+    let missing = path("none");
+    let words = ["namespace", "attach", "vm.sock", "4", "mem:1MiB", "--backing", &missing];
+    let (status, _, errors) = ctl(&server, &words);
+    assert!(status == Some(2) && errors.contains("none"), "{errors}");
     assert!(server.stop().success(), "{}", server.stderr());
 }
 
@@ -493,10 +523,27 @@ fn the_supervisor_creates_sockets_and_files_for_the_sandbox() {
         assert!(!two.exists());
         let elsewhere = tempfile::tempdir().unwrap();
         let other = elsewhere.path().join("three.sock");
+        // A client of the control socket names no socket by itself, also not beside others.
+        for path in [&other, &at("three.sock")] {
+            let wanted = json!({ "socket": path, "disks": [{ "disk": "mem:1MiB" }] }).to_string();
+            let add = request("PUT", "/v1/controllers/three", &wanted);
+            let (code, body) = http_request(&server, &add);
+            assert!(code >= 400 && body.contains("`--allow DIRECTORY`"), "{code} {body}");
+            assert!(!path.exists());
+        }
+        // `ctl` grants the socket.
         let add = ["controller", "add", "three", "mem:1MiB", "--socket", other.to_str().unwrap()];
         let (status, _, errors) = ctl(&server, &add);
-        assert!(status != Some(0) && errors.contains("`--allow DIRECTORY`"), "{errors}");
-        assert!(!other.exists());
+        assert_eq!(status, Some(0), "{errors}");
+        drop(Client::attach(&other));
+        let export = format!("unix:{}", elsewhere.path().join("nbd.sock").display());
+        let (status, _, errors) =
+            ctl(&server, &["export", "add", "e", "three/1", "--nbd", &export, "--share"]);
+        assert!(status == Some(0) || !errors.contains("permits no socket"), "{errors}");
+        let _ = ctl(&server, &["export", "remove", "e", "--force"]);
+        until("the other controller's end", || {
+            ctl(&server, &["controller", "remove", "three", "--force"]).0 == Some(0)
+        });
         // A file that is not the socket of a dead server is not replaced.
         let (status, _, errors) = ctl(
             &server,

@@ -237,6 +237,10 @@ fn check_instance(machine: &Machine) -> Result<()> {
     machine.run("test -f /var/lib/shadowbell/vm1/disk-uuids")?;
     let target = "vfio-user:/run/shadowbell/vm1.sock";
     machine.run(&format!("{CLIENT} shadowbell verify --number-ios 2000 {target}"))?;
+    // `ctl` grants a path beside the sockets of other instances, where the server process by itself
+    // may not listen.
+    let add = "shadowbell ctl --server vm1 controller add more mem:1MiB --socket /run/shadowbell";
+    machine.run(&format!("{add}/more.sock && test -S /run/shadowbell/more.sock"))?;
     machine.run("systemctl stop shadowbell@vm1")?;
     expect_output(machine, "systemctl show --property Result shadowbell@vm1", "Result=success")?;
     expect_output(machine, "systemctl show --property NFileDescriptorStore shadowbell@vm1", "=0")?;
