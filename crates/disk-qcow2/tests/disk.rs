@@ -143,7 +143,7 @@ fn invalid_images_are_refused_with_the_reason() {
     // A backing file is opened only if that is allowed, and if the image states its format.
     create(&["-b", name(&base), "-F", "raw"]);
     assert!(refused("").contains("allow-backing=on"));
-    assert_eq!(named_files(path.as_ref()), [base.clone()]);
+    assert_eq!(named_files(path.as_ref()), std::slice::from_ref(&base));
     assert!(named_files(&base).is_empty() && named_files(directory.path()).is_empty());
     assert_eq!(content(&try_open(path.as_ref(), "?allow-backing=on").unwrap())[..4096], [1; 4096]);
     let mut bytes = std::fs::read(path).unwrap();

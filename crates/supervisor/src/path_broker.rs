@@ -161,7 +161,7 @@ fn listen(permissions: &Permissions, kind: Kind, path: &Path) -> Outcome {
     }
     if !GRANTS.lock().has_room_for(&bytes_of(&absolute(&at))) {
         let text = format!("a server creates at most {MAX_GRANTS} sockets: remove others first");
-        return Err(io::Error::other(text).into());
+        return Err(io::Error::other(text));
     }
     let (mode, group) = match kind {
         Kind::Plain => (None, None),
