@@ -712,6 +712,7 @@ mod tests {
         let (its_answers, guard) = (Arc::clone(&answers), acquire(&locks));
         let thread = QueueThread::spawn("queue".to_owned(), move || {
             let queue = Slow(its_answers, None);
+            // The timeout is not a limit of the test, which waits for no request of this age.
             let (info, timeout) = (DiskInfo::new(512, 8), Duration::from_secs(1));
             let engine = Engine::new(Box::new(queue), &info, timeout, Arc::default());
             let request = Request { op: Op::Write { fua: false }, offset: 0, len: 512 };
