@@ -104,9 +104,13 @@ impl SupervisorClient {
                 }
                 match connect_to(&name, owner, limits.answer) {
                     Ok(Some(supervisor)) => {
-                        let said = ask(&supervisor, code, &what, None);
-                        if said.is_ok_and(|packet| packet.code == answer::YES) {
-                            return Ok(Self(supervisor));
+                        match ask(&supervisor, code, &what, None) {
+                            Ok(packet) if packet.code == answer::YES => {
+                                return Ok(Self(supervisor));
+                            }
+                            Ok(_) => {}
+                            // A supervisor closes connections of other users.
+                            Err(_) => others += 1,
                         }
                         asked += 1;
                     }
