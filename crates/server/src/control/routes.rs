@@ -99,7 +99,9 @@ pub(super) fn route(
     let found = parts
         .and_then(|parts| TABLE.iter().find_map(|entry| Some((entry, entry.parameters(&parts)?))));
     let (entry, values) = found.ok_or_else(|| missing(path))?;
-    let Some((_, handler)) = entry.operations.iter().find(|(known, _)| known == method) else {
+    // HEAD is answered as GET; hyper sends no body then.
+    let method = if method == Method::HEAD { Method::GET } else { method.clone() };
+    let Some((_, handler)) = entry.operations.iter().find(|(known, _)| *known == method) else {
         let why = format!("{path} has no {method}; it has {}", entry.allow);
         let problem = Problem::new(Code::MethodNotAllowed, why);
         return Err(Refused { problem, allow: Some(&entry.allow) });
@@ -128,6 +130,7 @@ mod tests {
         assert_eq!(parameters.text("id"), "/run/vm 0.sock");
         assert_eq!(parameters.number::<u32>("nsid").unwrap_err().status(), 404);
         assert!(request_of(Via::Tcp, Method::GET, "/metrics?x=1").is_ok());
+        assert!(request_of(Via::Tcp, Method::HEAD, "/metrics").is_ok());
         assert!(request_of(Via::Socket, Method::GET, "/v1/openapi.json").is_ok());
         let refused = request_of(Via::Socket, Method::DELETE, "/v1/log-level").unwrap_err();
         assert_eq!((refused.problem.status(), refused.allow), (405, Some("GET, PUT")));
