@@ -10,8 +10,10 @@ use super::registry::ServedController;
 use anyhow::{Context, anyhow};
 use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::controller_config::DiskConfig;
+use shadowbell_config::disk_spec::DiskSpecError;
 use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};
 use shadowbell_process::exit;
+use shadowbell_storage::disk_kinds;
 use std::collections::HashSet;
 use std::sync::Arc;
 use tracing::{error, info, warn};
@@ -27,6 +29,7 @@ pub(super) fn apply(
     dry_run: bool,
     forced: bool,
 ) -> anyhow::Result<Plan> {
+    check_disks(&config).map_err(|error| error.context("nothing was changed"))?;
     let change_lock = changes.change_lock();
     changes.registry().check_waiting(None)?;
     let (named, exports) = (config.disks, config.exports);
@@ -63,6 +66,19 @@ pub(super) fn apply(
     }
     let failed: Vec<_> = failed.iter().map(exit::line).collect();
     Err(anyhow!("only a part was applied: {}", failed.join("; ")))
+}
+
+/// Checks the specifications of all disks. A disk of a controller that is replaced is opened only
+/// after its removal, which is too late for a misspelt option.
+///
+/// # Errors
+/// A specification is invalid.
+fn check_disks(config: &ServerConfig) -> anyhow::Result<()> {
+    let of_controllers = config.controllers.iter().flat_map(|one| &one.controller.disks);
+    let mut specs =
+        config.disks.iter().map(|disk| &disk.spec).chain(of_controllers.map(|disk| &disk.disk));
+    let checked = specs.try_for_each(|spec| disk_kinds::check(spec));
+    checked.map_err(DiskSpecError::into_error)
 }
 
 /// Disks and exports that were added before the first step of a plan.

@@ -141,6 +141,14 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     write(server.directory(), &[("vm0", "0.img"), ("vm4", "mem:1MiB"), ("vm5", "no.img")]);
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
+    // The disk of vm2 stays open until vm2 is removed, so it could be opened only afterwards.
+    write(server.directory(), &[("vm0", "0.img"), ("vm3", "2.img"), ("vm2", "1.img?iopz=7")]);
+    for options in [&["--dry-run"][..], &[]] {
+        let (code, _, errors) = ctl(&server, &[&["apply", "vms.toml"], options].concat());
+        let is_refused = errors.contains("nothing was changed") && errors.contains("iopz");
+        assert!(code == Some(2) && is_refused, "{code:?} {errors}");
+    }
+    assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
     write(server.directory(), &[("vm0", "0.img"), ("vm0", "mem:1MiB")]);
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(2) && errors.contains("vms.toml:"), "{code:?} {errors}");
