@@ -34,6 +34,7 @@ use shadowbell_process::output::{Output, show};
 use shadowbell_process::table::Table;
 use shadowbell_process::units::count;
 use shadowbell_supervisor::client::program;
+use std::borrow::Cow;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -761,6 +762,12 @@ fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow:
     let answer: Configuration = client.get("/v1/config")?;
     if file == Path::new("-") {
         return show(&answer, json, |out, answer| write!(out, "{}", answer.toml));
+    }
+    // The caller names a link in order to change the file behind it.
+    let file = &*file.canonicalize().map_or(Cow::Borrowed(file), Cow::Owned);
+    if file.exists() && !file.is_file() {
+        let name = file.display();
+        return Err(bad_input(anyhow!("{name}: no regular file; `-` is standard output")));
     }
     let before = match std::fs::read(file) {
         Ok(before) => before,

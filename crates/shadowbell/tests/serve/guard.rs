@@ -7,6 +7,7 @@ use crate::harness::{Server, image, program, until};
 use crate::upgrade::Client;
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Read};
+use std::os::unix::fs::{MetadataExt, chown, symlink};
 use std::os::unix::net::UnixStream;
 
 /// Starts the server `vm` with the controller `vm0`, which has the disks `a.img` and `b.img` of 4
@@ -216,6 +217,18 @@ fn a_configuration_file_of_an_operator_is_not_replaced_without_force() {
     let (status, shown, _) = ctl(&server, &["save-config", "saved.toml", "--force"]);
     assert_eq!(status, Some(0));
     assert!(shown.contains("\n- [[x]]\n+ [[controller]]\n"), "{shown}");
+    assert_eq!(std::fs::read_to_string(&saved).unwrap(), text);
+    // The owner of the file stays, and a link leads to the file.
+    let is_root = rustix::process::geteuid().is_root();
+    let owner = if is_root { 65534 } else { rustix::process::geteuid().as_raw() };
+    std::fs::write(&saved, &other).unwrap();
+    chown(&saved, Some(owner), None).unwrap();
+    symlink(&saved, server.directory().join("link.toml")).unwrap();
+    assert_eq!(ctl(&server, &["save-config", "link.toml", "--force"]).0, Some(0));
+    assert_eq!(std::fs::read_to_string(&saved).unwrap(), text);
+    assert_eq!(std::fs::metadata(&saved).unwrap().uid(), owner);
+    let (status, _, errors) = ctl(&server, &["save-config", "/dev/null"]);
+    assert!(status == Some(2) && errors.contains("no regular file"), "{errors}");
     assert_eq!(std::fs::read_to_string(&saved).unwrap(), text);
     let plan = ctl_json(&server, &["apply", "saved.toml", "--dry-run"]);
     assert_eq!((&plan["unchanged"], &plan["later"]), (&json!(1), &json!([])));
