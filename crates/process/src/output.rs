@@ -101,8 +101,8 @@ pub fn show<T: Serialize>(
     Ok(())
 }
 
-/// Unicode's format characters (Cf), and its line and paragraph separators (Zl, Zp). They change the
-/// order of the text, or are invisible.
+/// Unicode's format characters (Cf), and its line and paragraph separators (Zl, Zp). They change
+/// the order of the text, or are invisible.
 const FORMAT: [RangeInclusive<char>; 21] = [
     '\u{ad}'..='\u{ad}',
     '\u{600}'..='\u{605}',

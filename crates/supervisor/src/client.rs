@@ -49,8 +49,8 @@ impl SupervisorClient {
         answer.is_ok_and(|packet| packet.code == answer::YES)
     }
 
-    /// Permits the server process to create a socket at the absolute path `socket`. Returns false if
-    /// the supervisor refuses.
+    /// Permits the server process to create a socket at the absolute path `socket`. Returns false
+    /// if the supervisor refuses.
     pub fn grant_socket(&self, socket: &Path) -> bool {
         let answer = ask(&self.0, question::GRANT_SOCKET, socket, None);
         answer.is_ok_and(|packet| packet.code == answer::YES)

@@ -25,7 +25,8 @@ pub struct Permissions {
     /// Paths of directories and files. Each of these files, and all files below these directories,
     /// are permitted as images, except the supervisor's own files.
     pub image_directories: Vec<Bytes>,
-    /// Paths of sockets: configured ones, and those that `ctl` has named. A socket file that a dead server left at one of these paths is replaced.
+    /// Paths of sockets: configured ones, and those that `ctl` has named. A socket file that a dead
+    /// server left at one of these paths is replaced.
     pub sockets: Vec<Bytes>,
     /// Directories in which sockets may be created, including all subdirectories.
     pub socket_trees: Vec<Bytes>,

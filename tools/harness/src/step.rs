@@ -52,8 +52,8 @@ pub enum Output {
     Tests,
 }
 
-/// Starts the jobs in their order, at most `lanes` at a time. Prints the output of a job when the job
-/// has ended, and adds its counts to the report.
+/// Starts the jobs in their order, at most `lanes` at a time. Prints the output of a job when the
+/// job has ended, and adds its counts to the report.
 pub fn side_by_side(report: &mut Report, lanes: usize, jobs: Vec<Job>) {
     let lanes = lanes.clamp(1, jobs.len().max(1));
     let jobs = Mutex::new(jobs.into_iter());
