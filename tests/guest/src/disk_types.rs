@@ -21,7 +21,7 @@ const SIZE: u64 = 1 << 30;
 /// Disk type of each disk of the server, and its namespace identifier.
 const KINDS: [(&str, u32); 4] = [("qcow2", 1), ("nbd", 2), ("vfio-user", 3), ("rbd", 4)];
 /// Number of kills, and number of upgrades.
-const EVENTS: u32 = 5;
+const EVENTS: u32 = 3;
 
 pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let Some(program) = setup.shadowbell.clone() else {
@@ -65,7 +65,7 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     for (what, is_kill) in [("killed", true), ("upgraded", false)] {
         report.check(&format!("the process is {what} {EVENTS} times under fio"), |_| {
             let load = format!(
-                "{} --size=12m --time_based --runtime=15 >/tmp/fio.log 2>&1; echo $? >/tmp/fio.code",
+                "{} --size=12m --time_based --runtime=12 >/tmp/fio.log 2>&1; echo $? >/tmp/fio.code",
                 fio(&all)
             );
             guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), LIMIT)?;

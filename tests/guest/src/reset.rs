@@ -48,13 +48,11 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
         ("controller reset", format!("/sys/class/nvme/{controller}/reset_controller")),
         ("function level reset", format!("/sys/bus/pci/devices/{address}/reset")),
     ] {
-        report.check(&format!("{what}, eight times under load"), |_| {
+        report.check(&format!("{what}, four times under load"), |_| {
             start_reads(&mut guest, &dev)?;
-            writer.start(&mut guest, &dev, 8)?;
+            writer.start(&mut guest, &dev, 4)?;
             guest.sh(
-                &format!(
-                    "for i in 1 2 3 4 5 6 7 8; do echo 1 >{trigger} || exit 1; sleep 0.4; done"
-                ),
+                &format!("for i in 1 2 3 4; do echo 1 >{trigger} || exit 1; sleep 0.4; done"),
                 LIMIT,
             )?;
             writer.join(&mut guest)?;

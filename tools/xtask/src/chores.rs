@@ -4,10 +4,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::ValueEnum;
 use shadowbell_bench::workspace::{TestProgram, build_for_tests, cargo, root, test_programs};
-use shadowbell_guest::{Kernel, host};
+use shadowbell_guest::{Kernel, Roots, host};
 
 use shadowbell_guest_suites::{ControllerKind, Setup, Suite};
 use shadowbell_harness::Report;
@@ -51,7 +51,17 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     // package, which takes minutes.
     crates::check(report, false);
     report.begin("tests");
+    programs(report);
+    // Downloads need little CPU time, and compilers nothing else.
+    let downloads = with_guest.then(|| part("downloads", Part::Downloads, Path::new("-")));
+    let downloads = downloads.map(|mut job| job.command.stdout(Stdio::null()).spawn());
     build_tests(report);
+    if let Some(downloads) = downloads {
+        report.check("downloads for the guests are complete", |_| {
+            ensure!(downloads?.wait()?.success(), "the messages above have the reason");
+            Ok(())
+        });
+    }
     tests(report);
     let program = report.check("the program is built for tests", |_| build_for_tests());
     if let Some(program) = &program {
@@ -68,6 +78,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
 /// `cargo xtask test --busy ROUNDS`.
 pub(crate) fn test_busy(report: &mut Report, rounds: u32) -> Result<()> {
     report.begin("tests");
+    programs(report);
     build_tests(report);
     for round in 1..=rounds {
         report.begin(&format!("round {round} beside busy loops"));
@@ -108,7 +119,6 @@ impl Drop for BusyLoops {
 }
 
 fn build_tests(report: &mut Report) {
-    programs(report);
     step(report, "the tests are built", cargo().args(["test", "--workspace", "--no-run"]));
 }
 
@@ -145,6 +155,10 @@ fn tests(report: &mut Report) {
     jobs[0].command.args(["test", "--workspace", "--doc", "--no-fail-fast"]);
     jobs.extend(programs.into_iter().map(|TestProgram { source, package, program }| {
         let mut command = xtask();
+        if source == LONG_TESTS[0] {
+            // Each of these tests mostly waits for the processes that it starts.
+            command.env("RUST_TEST_THREADS", (2 * cpus()).to_string());
+        }
         command.args(["run-alone", "--"]).arg(program);
         command.current_dir(&package).env("CARGO_MANIFEST_DIR", &package);
         Job { name: source, command, output: Output::Tests }
@@ -272,17 +286,20 @@ fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
     let mut jobs = Vec::new();
     if with_guest {
         report.begin("guest");
-        // Packages and files that several jobs need are downloaded once, before the jobs start.
+        // Packages and files that several jobs need are made once, before the jobs start.
         let prepared = report.check("the guest's prerequisites are installed", |_| {
             Setup::new(ControllerKind::Shadowbell, Some(program.into()), &Kernel::ALL)
         });
         jobs.push(part("instructions", Part::Instructions, program));
         jobs.push(part("package", Part::Package, program));
+        jobs.push(part("loom", Part::Loom, program));
         if prepared.is_some() {
             jobs.extend(guests(program));
         }
+    } else {
+        jobs.push(part("loom", Part::Loom, program));
     }
-    jobs.extend([part("soak kill", Part::Kill, program), part("loom", Part::Loom, program)]);
+    jobs.push(part("soak kill", Part::Kill, program));
     in_own_directories(report, cpus(), jobs);
 }
 
@@ -340,6 +357,8 @@ pub(crate) enum Part {
     Instructions,
     /// Debian package, built and installed
     Package,
+    /// Downloads of the guest suites and of the package's test
+    Downloads,
 }
 
 impl Part {
@@ -350,6 +369,13 @@ impl Part {
             Self::Kill => soak::kill::test(report, program),
             Self::Loom => loom_models(report),
             Self::Package => deb::test(report, program),
+            Self::Downloads => {
+                report.begin("downloads");
+                report.check("roots and kernels of the guests", |_| {
+                    Roots::fetch(&root(), &Kernel::ALL).map(drop)
+                });
+                report.check("a Debian that boots", |_| deb::fetch());
+            }
             Self::Instructions => {
                 report.begin("instructions");
                 report.check("an I/O costs no more instructions than recorded", |_| {

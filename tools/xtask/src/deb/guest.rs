@@ -3,7 +3,7 @@
 
 use shadowbell_testing::wait;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::Instant;
 
@@ -26,11 +26,16 @@ const SOCKET: &str = "/run/shadowbell/vm0.sock";
 /// Step of the test.
 type Step = fn(&Machine) -> Result<()>;
 
+/// Root directory of a Debian that boots, which is downloaded once.
+pub(super) fn root() -> Result<PathBuf> {
+    let debian = Debian { name: "root", suite: "bookworm", backports: None, packages: "" };
+    boot::root(&directory(), &debian)
+}
+
 /// Runs all steps, with a package and a newer one.
 pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     let machine = report.check("a fresh Debian boots", |_| {
-        let debian = Debian { name: "root", suite: "bookworm", backports: None, packages: "" };
-        let root = boot::root(&directory(), &debian)?;
+        let root = root()?;
         let shared = directory().join("shared");
         fs::create_dir_all(&shared)?;
         fs::copy(package, shared.join("shadowbell.deb"))?;

@@ -65,6 +65,11 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
+/// Downloads the Debian in which the package is tested.
+pub(crate) fn fetch() -> Result<()> {
+    guest::root().map(drop)
+}
+
 /// Packages `program` and tests the package, as a step of `cargo xtask test`.
 pub(crate) fn test(report: &mut Report, program: &Path) {
     report.begin("package");
