@@ -108,10 +108,11 @@ mod unflushed;
 mod uri;
 mod user;
 
+pub use connect::{Connector, connect_by};
 pub use disk::NbdDisk;
 pub use error::OpenError;
 pub use negotiate::NegotiationError;
-pub use uri::NbdSpec;
+pub use uri::{NbdSpec, Peer};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

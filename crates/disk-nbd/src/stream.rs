@@ -2,7 +2,10 @@
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg, shutdown};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recvmsg, sendmsg,
+    shutdown,
+};
 use shadowbell_memory::EventFd;
 use shadowbell_nbd::wire::{Request, command};
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -28,11 +31,12 @@ impl Stream {
 
     /// Receives into `first`, then into `rest`. Returns 0 if the connection has ended.
     pub(crate) fn receive(&self, first: &mut [u8], rest: &mut [u8]) -> Result<usize, Errno> {
-        if first.is_empty() {
-            return retry(|| Ok(recv(&self.0, &mut *rest, RecvFlags::empty())?.0));
-        }
         let mut parts = [IoSliceMut::new(first), IoSliceMut::new(rest)];
-        retry(|| rustix::io::readv(&self.0, &mut parts))
+        // The sandbox permits no other system call that receives.
+        retry(|| {
+            let mut control = RecvAncillaryBuffer::default();
+            Ok(recvmsg(&self.0, &mut parts, &mut control, RecvFlags::empty())?.bytes)
+        })
     }
 
     /// Requests the end of the connection (NBD_CMD_DISC). A server that does not receive this

@@ -6,6 +6,7 @@ use shadowbell_disk::DiskOptions;
 use shadowbell_nbd::wire::{MAX_STRING, PORT};
 use std::ffi::OsString;
 use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -27,6 +28,19 @@ pub(crate) enum ServerAddress {
     Unix(PathBuf),
 }
 
+impl ServerAddress {
+    /// Address without name resolution. `None` if the server has a host name.
+    pub(crate) fn peer(&self) -> Option<Peer> {
+        match self {
+            Self::Tcp { host, port } => {
+                let address: IpAddr = host.parse().ok()?;
+                Some(Peer::Tcp(SocketAddr::new(address, *port)))
+            }
+            Self::Unix(path) => Some(Peer::Unix(path.clone())),
+        }
+    }
+}
+
 impl fmt::Display for ServerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -35,6 +49,15 @@ impl fmt::Display for ServerAddress {
             Self::Unix(path) => write!(f, "{}", path.display()),
         }
     }
+}
+
+/// Address of a server that needs no name resolution.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// TCP address.
+    Tcp(SocketAddr),
+    /// Path of a UNIX socket.
+    Unix(PathBuf),
 }
 
 /// TLS parameters.
@@ -101,6 +124,23 @@ impl NbdSpec {
     /// [`OpenError::Spec`].
     pub fn parse(spec: &str) -> Result<Self, OpenError> {
         parse(spec).map_err(|why| OpenError::Spec { spec: spec.to_owned(), why })
+    }
+
+    /// Address of the server. `None` if it has a host name.
+    #[must_use]
+    pub fn peer(&self) -> Option<Peer> {
+        self.server_address.peer()
+    }
+
+    /// Reason why a process that neither opens files nor resolves names cannot open the export.
+    /// `None` if it can.
+    #[must_use]
+    pub fn sandbox_conflict(&self) -> Option<&'static str> {
+        match (&self.secure, self.peer()) {
+            (Some(_), _) => Some("reads certificates"),
+            (None, None) => Some("resolves a host name (an IP address needs no resolution)"),
+            (None, Some(_)) => None,
+        }
     }
 }
 

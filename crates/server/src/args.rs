@@ -205,8 +205,8 @@ hangs. With Restart=on-failure, FileDescriptorStoreMax=16 and Environment=FDSTOR
 their controllers when the supervisor is killed.
 
 The server process runs in a sandbox, which the log describes at the start. With a supervisor, \
-which opens the images, file access is restricted too. With disks nbd:, rbd:, nvme:// and \
-vfio-user: there is no sandbox.";
+which opens the images and connects to NBD servers, file access is restricted too. With disks \
+rbd:, nvme://, vfio-user:, and nbd: with TLS or a host name, there is no sandbox.";
 
 const FILE_HELP: &str = "\
 A configuration file:

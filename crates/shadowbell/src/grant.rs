@@ -9,7 +9,9 @@ use shadowbell_control_api::client::Client;
 use shadowbell_control_api::discovery;
 use shadowbell_process::exit::{bad_input, not_found};
 use shadowbell_process::logging::COMMON;
+use shadowbell_process::process_env::absolute;
 use shadowbell_storage::disk_files::{self, DiskFile};
+use shadowbell_storage::disk_kinds::{self, Peer};
 use shadowbell_supervisor::client::SupervisorClient;
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -60,8 +62,8 @@ pub(crate) fn supervisor_of(client: &Client) -> anyhow::Result<Option<Supervisor
 }
 
 /// Grants the supervisor of a server, if there is one, access to these disks and to the `named`
-/// files, with the rights of this process, and to these sockets. If a grant fails, the server
-/// refuses the request if it needs the access.
+/// files, with the rights of this process, to these sockets, and to the NBD servers of the disks.
+/// If a grant fails, the server refuses the request if it needs the access.
 ///
 /// # Errors
 /// A file of `named` cannot be opened.
@@ -71,9 +73,13 @@ pub(crate) fn grant<'a>(
     sockets: impl Iterator<Item = &'a Path>,
     named: &NamedFiles,
 ) -> anyhow::Result<()> {
-    let disks: Vec<_> = disks.filter(|disk| disk_spec::file(disk).is_some()).collect();
+    let disks: Vec<_> = disks.collect();
+    let servers: Vec<_> = disks.iter().filter_map(|disk| disk_kinds::nbd_peer(disk)).collect();
+    let disks = disks.into_iter().filter(|disk| disk_spec::file(disk).is_some());
+    let disks: Vec<_> = disks.collect();
     let sockets: Vec<_> = sockets.collect();
-    if disks.is_empty() && sockets.is_empty() && named.is_empty() {
+    let is_empty = disks.is_empty() && servers.is_empty();
+    if is_empty && sockets.is_empty() && named.is_empty() {
         return Ok(());
     }
     let supervisor = match supervisor_of(client) {
@@ -102,6 +108,14 @@ pub(crate) fn grant<'a>(
         let opened = open(&file).with_context(|| file.path.display().to_string());
         let opened = opened.map_err(bad_input)?;
         supervisor.grant(&std::path::absolute(&file.path)?, opened.as_fd());
+    }
+    for server in servers {
+        match server {
+            Peer::Tcp(address) => supervisor.grant_server(address.to_string().as_ref()),
+            Peer::Unix(path) => from(&path).is_some_and(|from| {
+                supervisor.grant_server(absolute(&from.join(path)).as_os_str())
+            }),
+        };
     }
     for socket in sockets {
         if let Some(from) = from(socket) {

@@ -11,6 +11,7 @@ use shadowbell_disk::{Disk, DiskOptions, ImageFormat, OpenError, Wait};
 use shadowbell_disk_file::{
     FILE_OPTIONS, FileSpec, Format, MEMORY_OPTIONS, NULL_OPTIONS, open, open_recoverable, recover,
 };
+pub use shadowbell_disk_nbd::Peer;
 use shadowbell_disk_nbd::{NbdDisk, NbdSpec};
 use shadowbell_disk_nvme::NvmeDisk;
 use shadowbell_disk_qcow2::Qcow2Disk;
@@ -156,7 +157,7 @@ pub(crate) static KINDS: [&DiskKind; 7] = [
             let spec = NbdSpec::parse(spec).map_err(nbd_error)?;
             Ok(Arc::new(NbdDisk::reopen(&spec, state).map_err(nbd_error)?))
         }),
-        sandbox_conflict: |_| Some("connects to a server by itself"),
+        sandbox_conflict: |spec| NbdSpec::parse(spec).ok()?.sandbox_conflict(),
         states_read_only: false,
         may_block: false,
     },
@@ -263,6 +264,15 @@ pub fn check(spec: &str) -> Result<(), DiskSpecError> {
 pub fn sandbox_conflict(spec: &str) -> Option<&'static str> {
     let (spec, _) = disk_spec::split(spec).ok()?;
     (DiskKind::of(&spec).ok()?.sandbox_conflict)(&spec)
+}
+
+/// Address of the NBD server to which a sandboxed process has its supervisor connect for this
+/// disk. `None` for other disks.
+#[must_use]
+pub fn nbd_peer(spec: &str) -> Option<Peer> {
+    let (spec, _) = disk_spec::split(spec).ok()?;
+    let is_nbd = NbdSpec::SCHEMES.contains(&disk_spec::scheme(&spec)?);
+    is_nbd.then(|| NbdSpec::parse(&spec).ok()?.peer()).flatten()
 }
 
 /// True if an I/O thread may have to wait for the disk. A namespace of another controller waits for
@@ -395,7 +405,10 @@ mod tests {
             ("./a:b.img", None),
             ("mem:1MiB?iops=5", None),
             ("a.img?allow-backing=on&iops=5", None),
-            ("nbds://a/b", Some("a server")),
+            ("nbd://127.0.0.1/b", None),
+            ("nbd+unix:///b?socket=/a.sock&iops=5", None),
+            ("nbd://a/b", Some("a host name")),
+            ("nbds://127.0.0.1/b?tls-certificates=/a", Some("certificates")),
             ("rbd:a/b@c", Some("Ceph")),
             ("vfio-user:/a.sock/1", Some("controller")),
         ] {

@@ -1,11 +1,12 @@
 //! Opening of disks by their specifications.
 
-use crate::disk_kinds::{DiskKind, Lifetime, sandbox_conflict};
+use crate::disk_kinds::{DiskKind, Lifetime, nbd_peer, sandbox_conflict};
 use anyhow::anyhow;
 use shadowbell_config::disk_layers::Layers;
 use shadowbell_config::disk_spec::{DiskSpecError, check_name, spec_error, split};
 use shadowbell_disk::Disk;
 use shadowbell_disk_file::OpenAttempt;
+use shadowbell_disk_nbd::{Connector, connect_by};
 use shadowbell_process::exit;
 use std::path::Path;
 use std::sync::Arc;
@@ -67,18 +68,33 @@ pub fn wrap_disk(
     layers.wrap_disk(disk, recovers).map_err(|why| spec_error(spec, why))
 }
 
-/// From now on, refuses to open disks that the sandbox does not permit ([`sandbox_conflict`]).
-pub fn contain() {
+/// From now on, refuses to open disks that the sandbox does not permit ([`sandbox_conflict`]), and
+/// NBD disks that do not use a `connector`.
+pub fn contain(connector: Option<Connector>) {
     IS_CONTAINED.store(true, Ordering::Relaxed);
+    CONNECTS.store(connector.is_some(), Ordering::Relaxed);
+    if let Some(connector) = connector {
+        connect_by(connector);
+    }
 }
 
 static IS_CONTAINED: AtomicBool = AtomicBool::new(false);
+static CONNECTS: AtomicBool = AtomicBool::new(false);
+
+/// Reason why this process, which is in a sandbox, cannot open a disk.
+fn conflict(spec: &str) -> Option<&'static str> {
+    if !IS_CONTAINED.load(Ordering::Relaxed) {
+        return None;
+    }
+    let connects = nbd_peer(spec).is_some() && !CONNECTS.load(Ordering::Relaxed);
+    sandbox_conflict(spec).or_else(|| connects.then_some("connects to a server by itself"))
+}
 
 fn open_by(spec: &str, lifetime: Lifetime) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, layers) = split(spec)?;
     check_name(&spec)?;
     let kind = DiskKind::of(&spec)?;
-    if let Some(why) = sandbox_conflict(&spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
+    if let Some(why) = conflict(&spec) {
         let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
         return Err(DiskSpecError::Other(exit::bad_input(why)));
     }

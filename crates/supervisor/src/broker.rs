@@ -1,13 +1,13 @@
 //! Brokers: threads of the supervisor that open images and create sockets for a server process in
 //! a sandbox.
 //!
-//! Each server process has one thread for paths (`path_broker`) and some for images
-//! (`open_broker`), which end with the process, or when it closes their sockets. So a hung file
+//! Each server process has one thread for paths (`path_broker`) and some for images (`open_broker`)
+//! and connections to NBD servers (`connect_broker`), which end with the process, or when it closes their sockets. So a hung file
 //! system delays the answer to one request of the server process, and not the supervisor. A request
 //! without a [grant](super::grants) is refused, and no request adds a grant.
 
 use super::log::log_line;
-use super::{open_broker, path_broker};
+use super::{connect_broker, open_broker, path_broker};
 use crate::protocol::{self, open_broker as requests};
 use parking_lot::{Mutex, RwLock};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -34,7 +34,7 @@ static ALL: Mutex<Vec<Arc<Broker>>> = Mutex::new(Vec::new());
 /// Kind of broker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Kind {
-    /// Opens images.
+    /// Opens images and connects to NBD servers.
     Images,
     /// Creates and removes sockets and files.
     Paths,
@@ -140,7 +140,7 @@ impl Broker {
     fn answers(&self) -> bool {
         let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
         let _ = poll(&mut fds, None);
-        let _work = WORK.read();
+        let work = WORK.read();
         let packet = match protocol::receive(&self.socket, true) {
             Ok(Some(packet)) => packet,
             Err(error) => return error.kind() == io::ErrorKind::WouldBlock,
@@ -148,6 +148,12 @@ impl Broker {
         };
         let answer = match self.kind {
             Kind::Images if packet.code == requests::CONNECT => Some(connect(self.owner, spawn)),
+            Kind::Images if packet.code == requests::CONNECT_TO => {
+                // A server may not answer for minutes, and an exec does not wait for it. After an
+                // exec the request has no answer, and the server process repeats it.
+                drop(work);
+                Some(connect_broker::answer(&packet.body, &self.socket))
+            }
             Kind::Images => Some(open_broker::answer(&packet)),
             Kind::Paths => path_broker::answer(&packet),
         };

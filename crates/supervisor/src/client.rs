@@ -56,6 +56,13 @@ impl SupervisorClient {
         answer.is_ok_and(|packet| packet.code == answer::YES)
     }
 
+    /// Permits the server process to have connections to an NBD server: a TCP address, or the
+    /// absolute path of a UNIX socket. Returns false if the supervisor refuses.
+    pub fn grant_server(&self, server: &OsStr) -> bool {
+        let answer = ask(&self.0, question::GRANT_SERVER, server, None);
+        answer.is_ok_and(|packet| packet.code == answer::YES)
+    }
+
     /// Finds the supervisor of a server: by the process id of the supervisor or of the server
     /// process, or by the path of a socket at which the server serves. A supervisor must run as
     /// root, as our user, or as the owner of that process or socket.

@@ -271,6 +271,25 @@ impl Grants {
         is_known
     }
 
+    /// Grants connections to an NBD server that a client of the supervisor has named. Returns false
+    /// if there are too many.
+    pub(super) fn grant_server(&mut self, server: &[u8]) -> bool {
+        let Some(permissions) = &mut self.facts.permissions else { return false };
+        let is_known = permissions.servers.iter().any(|known| known.0 == server);
+        if !is_known && permissions.servers.len() < MAX_GRANTS {
+            permissions.servers.push(Bytes(server.to_vec()));
+            self.changes += 1;
+            return true;
+        }
+        is_known
+    }
+
+    /// True if connections to this NBD server are permitted.
+    pub(super) fn permits_server(&self, server: &[u8]) -> bool {
+        let permissions = self.facts.permissions.as_ref();
+        permissions.is_some_and(|ours| ours.servers.iter().any(|known| known.0 == server))
+    }
+
     /// Returns the held image that is the same file as `file`, and whether it is the resolution of
     /// a path that the configuration or a client of the supervisor has named.
     ///

@@ -38,6 +38,7 @@ mod checkpoint_codec;
 pub mod client;
 mod command_line;
 mod config_read;
+mod connect_broker;
 mod control;
 mod fd_store;
 mod grants;
@@ -498,6 +499,9 @@ impl Supervisor {
             }
             question::GRANT_SOCKET => {
                 self.is_outside(&client) && GRANTS.lock().grant_socket(&packet.path())
+            }
+            question::GRANT_SERVER => {
+                self.is_outside(&client) && GRANTS.lock().grant_server(&packet.body)
             }
             question::SERVES => self.sockets.contains(&packet.path()),
             code @ (question::UPGRADE | question::CHECK) => {

@@ -44,6 +44,10 @@ pub struct Permissions {
     pub state_directory: Option<Bytes>,
     /// TCP addresses of the metrics and of exports.
     pub tcp: Vec<SocketAddr>,
+    /// NBD servers, to which connections are permitted: TCP addresses, and absolute paths of UNIX
+    /// sockets.
+    #[serde(default)]
+    pub servers: Vec<Bytes>,
 }
 
 impl Permissions {
@@ -70,6 +74,7 @@ impl Permissions {
             (&mut self.image_directories, other.image_directories),
             (&mut self.sockets, other.sockets),
             (&mut self.socket_trees, other.socket_trees),
+            (&mut self.servers, other.servers),
         ] {
             let new: Vec<_> = theirs.into_iter().filter(|path| !ours.contains(path)).collect();
             ours.extend(new);

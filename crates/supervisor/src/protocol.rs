@@ -166,6 +166,9 @@ pub mod open_broker {
     /// Requests another connection to the open broker, so that an image on hung storage delays only
     /// its own requests.
     pub const CONNECT: u8 = b'c';
+    /// Requests a connected socket to the NBD server in the body: a TCP address, or the absolute
+    /// path of a UNIX socket.
+    pub const CONNECT_TO: u8 = b's';
     /// Answer: success, with the descriptor.
     pub const OPENED: u8 = b'y';
     /// Answer: a system error. Body: the errno in decimal.
@@ -203,6 +206,9 @@ pub mod question {
     pub const GRANT: u8 = b'g';
     /// Permits the server process to create a socket at this absolute path.
     pub const GRANT_SOCKET: u8 = b'l';
+    /// Permits the server process to have connections to the NBD server at the TCP address, or the
+    /// absolute path of a UNIX socket, in the body.
+    pub const GRANT_SERVER: u8 = b'n';
 }
 
 /// Answers of the supervisor.

@@ -215,6 +215,7 @@ impl Supervisor {
         let parcel = record.read().map_err(io::Error::other)?;
         let held = supervisor.restore(parcel, true).map_err(io::Error::other)?;
         let held = held.unwrap_or_default();
+        supervisor.permit_servers();
         broker::restore_all(held.brokers);
         let program = supervisor.program.display().to_string();
         log_line(&format!("the supervisor now runs {program}"));
@@ -224,6 +225,19 @@ impl Supervisor {
         );
         unblock_signals(&supervisor.all_signals())?;
         Ok(supervisor)
+    }
+}
+
+impl Supervisor {
+    /// Permits the NBD servers of the configuration, which a snapshot of an earlier version lacks.
+    fn permit_servers(&self) {
+        let config = GRANTS.lock().facts.config.clone();
+        if let Ok(permissions) = (self.permit)(&self.arguments, config.as_deref()) {
+            let mut grants = GRANTS.lock();
+            for server in &permissions.servers {
+                grants.grant_server(&server.0);
+            }
+        }
     }
 }
 

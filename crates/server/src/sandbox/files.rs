@@ -15,6 +15,7 @@ use landlock::{
 use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::socket_path;
 use shadowbell_process::process_env;
+use shadowbell_storage::disk_kinds;
 use shadowbell_supervisor::permissions::{Permissions, bytes_of};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -108,6 +109,11 @@ pub(crate) fn permissions(
         state_directory: config.state_directory().as_deref().map(from_root),
         trace: config.trace.as_ref().map(|(path, _)| from_root(path)),
         tcp: config.tcp().collect(),
+        servers: config
+            .disk_specs()
+            .filter_map(disk_kinds::nbd_peer)
+            .map(|peer| bytes_of(Path::new(&open_broker::server_text(&peer))))
+            .collect(),
     })
 }
 

@@ -64,7 +64,7 @@ pub(super) fn enter(
     config: &ServerConfig,
     link: Option<&WorkerLink>,
 ) -> anyhow::Result<Option<Contained>> {
-    let is_on = match (options.mode, conflict(config)) {
+    let mut is_on = match (options.mode, conflict(config)) {
         (Mode::Off, _) => false,
         (_, None) => true,
         (Mode::On, Some(why)) => {
@@ -82,6 +82,11 @@ pub(super) fn enter(
             Err(why) if options.mode == Mode::On => {
                 return Err(bad_input(anyhow!("--sandbox on: {why}")));
             }
+            Err(why) if nbd_disk(config).is_some() => {
+                let disk = nbd_disk(config).unwrap_or_default();
+                warn!("sandbox off: {disk} connects to a server by itself, because {why}");
+                is_on = false;
+            }
             Err(why) if link.is_none() => info!("the sandbox does not restrict file access: {why}"),
             Err(why) => warn!("the sandbox does not restrict file access: {why}"),
         }
@@ -92,7 +97,7 @@ pub(super) fn enter(
     if !is_on {
         return Ok(None);
     }
-    disk_open::contain();
+    disk_open::contain(files.is_some().then_some(open_broker::connect_to));
     store_unreadable_values();
     limit();
     close(options, config, files, link.is_some()).map(|files| files.map(Contained))
@@ -172,6 +177,11 @@ fn conflict(config: &ServerConfig) -> Option<String> {
     config
         .disk_specs()
         .find_map(|disk| Some(format!("{disk} {}", disk_kinds::sandbox_conflict(disk)?)))
+}
+
+/// First NBD disk of the configuration.
+fn nbd_disk(config: &ServerConfig) -> Option<&str> {
+    config.disk_specs().find(|disk| disk_kinds::nbd_peer(disk).is_some())
 }
 
 /// Caches system values that the sandbox makes unreadable.

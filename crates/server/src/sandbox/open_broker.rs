@@ -1,11 +1,14 @@
-//! Opening of images, and UUIDs of disks, by the open broker of the supervisor.
+//! Opening of images, UUIDs of disks, and connections to NBD servers, by the open broker of the
+//! supervisor.
 
 use crate::worker_link::WorkerLink;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use shadowbell_disk_file::{Access, NamespaceFacts, Opener, open_images_by};
+use shadowbell_process::process_env;
+use shadowbell_storage::disk_kinds::Peer;
 use shadowbell_supervisor::protocol::{self, Packet, open_broker as requests, to_supervisor};
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -44,6 +47,30 @@ pub(crate) fn uuid_of(name: &str) -> io::Result<[u8; 16]> {
     let opening = OPENING.get().ok_or(Errno::NOTCONN)?;
     let answer = parse_answer(opening.request(requests::UUID, name, None)?)?;
     answer.body.try_into().map_err(|_| unexpected_answer())
+}
+
+/// Text of an NBD server's address for the supervisor.
+pub(super) fn server_text(peer: &Peer) -> OsString {
+    match peer {
+        Peer::Tcp(address) => address.to_string().into(),
+        Peer::Unix(path) => process_env::absolute(path).into(),
+    }
+}
+
+/// Requests a connection to an NBD server. `wait` waits until a descriptor is readable.
+///
+/// # Errors
+/// The server is not permitted, cannot be reached, or `wait` fails.
+pub(super) fn connect_to(
+    peer: &Peer,
+    wait: &dyn Fn(BorrowedFd<'_>) -> io::Result<()>,
+) -> io::Result<OwnedFd> {
+    let opening = OPENING.get().ok_or(Errno::NOTCONN)?;
+    // Connection of its own: when it is closed, the supervisor gives up.
+    let socket = opening.connect()?;
+    protocol::send(&socket, requests::CONNECT_TO, server_text(peer), None)?;
+    wait(socket.as_fd())?;
+    parse_answer(answer_on(&socket)?)?.fd().ok_or_else(|| Errno::MFILE.into())
 }
 
 impl Opening {
@@ -115,6 +142,10 @@ fn exchange(
     fd: Option<BorrowedFd<'_>>,
 ) -> io::Result<Packet> {
     protocol::send(socket, code, body, fd)?;
+    answer_on(socket)
+}
+
+fn answer_on(socket: &OwnedFd) -> io::Result<Packet> {
     let packet = protocol::receive(socket, false)?;
     packet.ok_or_else(|| io::Error::other("the supervisor has ended"))
 }

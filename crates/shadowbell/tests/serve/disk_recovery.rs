@@ -72,9 +72,9 @@ impl Export {
     }
 }
 
-/// Starts a server with a supervisor and without a sandbox.
+/// Starts a server with a supervisor, and with a sandbox if the disk permits it.
 pub(crate) fn supervisor(disk: &str) -> Server {
-    Server::start(&[disk], &["--supervisor", "--sandbox", "off"])
+    Server::start(&[disk], &["--supervisor"])
 }
 
 /// Kills the server process `kills` times under a verifying load.
@@ -190,7 +190,7 @@ fn a_starting_process_with_a_mute_disk_ends_with_its_supervisor() {
     let _mute = UnixListener::bind(&socket).unwrap();
     let mut command = program();
     command.args(["serve", &format!("nbd+unix:///?socket={}", socket.display())]);
-    command.args(["--socket", "vm.sock", "--sandbox", "off"]);
+    command.args(["--socket", "vm.sock"]);
     let server = Server::spawn(command, tempfile::tempdir().unwrap(), &[]);
     until("the worker", || !children(server.pid()).is_empty());
     let its = worker(&server);
@@ -213,8 +213,7 @@ fn an_nbd_disk_survives_kills_of_the_server_process() {
 #[test]
 fn other_disks_of_a_disconnected_client_are_recovered() {
     let below = Export::start("mem:4MiB");
-    let options = ["--supervisor", "--sandbox", "off"];
-    let server = Server::start(&[&below.uri(""), "mem:4MiB"], &options);
+    let server = Server::start(&[&below.uri(""), "mem:4MiB"], &["--supervisor"]);
     let mut client = Client::attach(&server.socket());
     client.write(1, 0, 6);
     client.write(2, 0, 7);

@@ -3,7 +3,7 @@
 
 use crate::control::{ctl, ctl_json};
 use crate::disk_recovery::Export;
-use crate::harness::{Server, image, program, until};
+use crate::harness::{Server, finish, image, program, until};
 use crate::recover::kill;
 use crate::supervisor::worker;
 use crate::upgrade::Client;
@@ -112,9 +112,11 @@ fn an_image_of_this_server_is_named_by_its_disk() {
     let directory = tempfile::tempdir().unwrap();
     image(directory.path(), "a.img", 1 << 20);
     let mut server = Server::start_in(directory, &["a.img"], &["--supervisor", "--allow", "."]);
-    for words in
-        [&["namespace", "attach", "vm.sock", "2", "a.img"][..], &["disk", "add", "d", "a.img"]]
-    {
+    for words in [
+        &["namespace", "attach", "vm.sock", "2", "a.img"][..],
+        &["disk", "add", "d", "a.img"],
+        &["controller", "add", "b", "a.img", "--socket", "b.sock"],
+    ] {
         let (code, _, errors) = ctl(&server, words);
         let text = "this server has it open as the disk";
         assert!(code == Some(4) && errors.contains(text), "{words:?}: {errors}");
@@ -198,7 +200,7 @@ fn a_disk_that_is_being_recovered_is_not_opened_again() {
     );
     std::fs::write(directory.path().join("vm.toml"), file).unwrap();
     let mut command = program();
-    command.args(["serve", "--supervisor", "--sandbox", "off", "--config", "vm.toml"]);
+    command.args(["serve", "--supervisor", "--config", "vm.toml"]);
     let mut server = Server::spawn(command, directory, &["vm.sock"]);
     assert_eq!(disk(&server, "far")["bytes"], 4 << 20);
     let process = worker(&server);
@@ -250,5 +252,13 @@ fn a_deleted_image_is_marked() {
         "{table}"
     );
     assert!(!table.contains(&format!("file {a}")), "{table}");
+    let id = ctl_json(&server, &["disk", "ls"])[1]["id"].as_str().unwrap().to_owned();
+    let (code, table, _) = ctl(&server, &["disk", "resize", &id, "+1MiB"]);
+    assert!(code == Some(0) && table.contains(&format!("file {b} was deleted")), "{table}");
+    let mut listing = program();
+    listing.arg("ls").env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+    let (code, table, errors) = finish(listing);
+    let is_marked = |line: &str| line.contains(&id) && line.contains("MiB, deleted");
+    assert!(code == Some(0) && table.lines().any(is_marked), "{table}{errors}");
     assert!(server.stop().success());
 }

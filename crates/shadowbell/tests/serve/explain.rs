@@ -120,7 +120,7 @@ fn a_guest_at_its_limits_is_told_from_an_idle_one() {
 #[test]
 fn hung_storage_is_the_cause_with_its_age() {
     let storage = Export::start("mem:16MiB");
-    let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stalled-after", "1"];
+    let options = ["--supervisor", "--workers", "1", "--stalled-after", "1"];
     let mut server = Server::start(&[&storage.uri("&settle=50ms")], &options);
     let mut guest = Guest::attach(&server);
     let read = guest.namespace.read(0, 8).unwrap();

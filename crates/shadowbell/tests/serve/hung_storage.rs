@@ -256,7 +256,7 @@ fn is_unusable_after_timeout(server: &Server, storage: &dyn Stalls, check_reset:
 
 fn check_disk_type(disk: &str, storage: &dyn Stalls) {
     // One I/O thread serves both namespaces.
-    let options = ["--supervisor", "--sandbox", "off", "--workers", "1"];
+    let options = ["--supervisor", "--workers", "1"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     check_waiting_commands(&server, storage);
     check_reset(&server, storage);
@@ -270,7 +270,7 @@ fn check_disk_type(disk: &str, storage: &dyn Stalls) {
 #[test]
 fn a_reset_does_not_wait_for_a_hung_nbd_server() {
     let storage = Export::start("mem:16MiB");
-    let options = ["--supervisor", "--sandbox", "off", "--workers", "1"];
+    let options = ["--supervisor", "--workers", "1"];
     let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
     let stalled = || ctl_json(&server, &["status"])["stalled_writes"].as_u64().unwrap();
     // Without repeats, the driver does not resubmit commands that a reset has ended.
@@ -339,7 +339,7 @@ fn a_disk_is_replaced_although_its_storage_hangs() {
 #[test]
 fn a_disk_is_stalled_until_its_storage_answers() {
     let storage = Export::start("mem:16MiB");
-    let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stalled-after", "1"];
+    let options = ["--supervisor", "--workers", "1", "--stalled-after", "1"];
     let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
     let mut guest = Guest::attach(&server, AttachOptions::default());
     let disk = |nth: usize| ctl_json(&server, &["disk", "ls"])[nth].clone();
@@ -381,7 +381,7 @@ fn a_disk_is_stalled_until_its_storage_answers() {
 #[test]
 fn a_disk_is_stalled_over_a_reset_until_its_storage_answers() {
     let storage = Export::start("mem:16MiB");
-    let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stalled-after", "1"];
+    let options = ["--supervisor", "--workers", "1", "--stalled-after", "1"];
     let mut server = Server::start(&[&storage.uri("&settle=50ms"), "mem:1MiB"], &options);
     let disk = || ctl_json(&server, &["disk", "ls"])[0].clone();
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
@@ -428,7 +428,7 @@ fn a_throttled_disk_is_not_stalled() {
 /// unanswered requests with the text `words`.
 fn check_stop(disk: &str, storage: &dyn Stalls, words: &str) {
     // The stop timeout is short, because the test waits until it has expired.
-    let options = ["--supervisor", "--sandbox", "off", "--workers", "1", "--stop-timeout", "10"];
+    let options = ["--supervisor", "--workers", "1", "--stop-timeout", "10"];
     let mut server = Server::start(&[disk, "mem:1MiB"], &options);
     let mut guest = Guest::attach(&server, AttachOptions::default());
     storage.stall();

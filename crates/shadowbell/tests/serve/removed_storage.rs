@@ -27,7 +27,7 @@ fn fuse_daemon() {
 fn survives_removal_and_return(behind: &Path, options: &str) {
     let Some(mut mount) = Mount::over("removed_storage::fuse_daemon", behind) else { return };
     let disk = format!("{}{options}", mount.path().display());
-    let mut server = Server::start(&[&disk, "mem:1MiB"], &["--supervisor", "--sandbox", "off"]);
+    let mut server = Server::start(&[&disk, "mem:1MiB"], &["--supervisor"]);
     let recovery = Recovery { repeats: 0, ..Recovery::default() };
     let mut controller =
         server.attach_with(&AttachOptions { recovery, ..AttachOptions::default() });

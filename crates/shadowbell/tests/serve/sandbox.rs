@@ -1,7 +1,7 @@
 //! The sandbox (`serve --sandbox`): forbidden operations fail, and all features of the server work.
 
 use crate::control::{ctl, http_request, request};
-use crate::disk_recovery::qemu_img;
+use crate::disk_recovery::{Export, qemu_img};
 use crate::harness::{Server, finish, image, program, program_with_sighup, run, until};
 use crate::recover::kill;
 use crate::supervisor::{signal, worker};
@@ -120,11 +120,42 @@ fn recovery_and_namespace_changes_work_in_the_sandbox() {
     for (disk, words) in [
         (path("c.img"), "`--allow"),
         ("/etc/passwd".to_owned(), "`--allow /etc`"),
-        ("nbd://127.0.0.1:1/x".to_owned(), "--sandbox off"),
+        ("nbd://127.0.0.1:1/x".to_owned(), "the sandbox permits only servers"),
+        ("nbd://localhost:1/x".to_owned(), "--sandbox off"),
         ("vfio-user:/run/x.sock/1".to_owned(), "--sandbox off"),
     ] {
         let (code, body) = http_request(&server, &request("PUT", &namespace(3), &wanted(&disk)));
         assert!(code >= 400 && body.contains(words), "{disk}: {code} {body}");
+    }
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
+}
+
+/// The supervisor connects to NBD servers. So a server with NBD disks has a sandbox, and `ctl` can
+/// add another one.
+#[test]
+fn nbd_disks_are_used_in_the_sandbox() {
+    let (first, second) = (Export::start("mem:4MiB"), Export::start("mem:4MiB"));
+    let options = ["--supervisor", "--sandbox", "on"];
+    let mut server = Server::start(&[&first.uri("&settle=0")], &options);
+    let attach = ["namespace", "attach", "vm.sock", "2", &second.uri("&settle=0")];
+    let (status, _, errors) = ctl(&server, &attach);
+    assert_eq!(status, Some(0), "{errors}");
+    let mut guest = Client::attach(&server.socket());
+    for round in 1..5 {
+        guest.write(1, 0, round);
+        guest.write(2, 0, 10 + round);
+        let before = worker(&server);
+        if round % 2 == 0 {
+            kill(&server, Signal::KILL);
+        } else {
+            let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+            assert_eq!(status, Some(0), "{errors}");
+        }
+        until("another process", || worker(&server) != before);
+        assert_eq!((guest.read(1, 0), guest.read(2, 0)), (round, 10 + round));
+        assert_eq!(status_of(worker(&server), "Seccomp"), "2");
     }
     drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
@@ -590,10 +621,10 @@ fn options_that_exclude_the_sandbox_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("vm.sock");
     let mut command = program();
-    command.args(["serve", "--sandbox", "on", "nbd://127.0.0.1:1/x", "--socket"]).arg(&socket);
+    command.args(["serve", "--sandbox", "on", "nbd://localhost:1/x", "--socket"]).arg(&socket);
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
-    assert!(errors.contains("connects to a server by itself") && errors.contains("--sandbox off"));
+    assert!(errors.contains("resolves a host name") && errors.contains("--sandbox off"));
     let mut command = program();
     command
         .args(["serve", "--no-supervisor", "--sandbox", "on", "mem:1MiB", "--socket"])
