@@ -120,14 +120,22 @@ struct PathsTable {
 }
 
 /// Table `[[limit-group]]`: name and limits of a limit group. The keys of the limits are those of
-/// disk options.
+/// disk options; a rate is a number or a string.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 struct GroupTable {
     /// Name of the group, for the option `limit-group` of disks.
     name: String,
     #[serde(flatten)]
     #[schema(ignore)]
-    limits: BTreeMap<String, String>,
+    limits: BTreeMap<String, Rate>,
+}
+
+/// Rate of a limit group.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(untagged, expecting = "a limit is a number or a string")]
+enum Rate {
+    Number(u64),
+    Text(String),
 }
 
 /// Table `[[controller]]`.
@@ -547,7 +555,11 @@ impl Check<'_> {
             self.refuse_key(table, "name", why);
         }
         let mut limits = Limits::default();
-        for (key, text) in texts {
+        for (key, rate) in texts {
+            let text = match rate {
+                Rate::Number(number) => &number.to_string(),
+                Rate::Text(text) => text,
+            };
             match limits.set(key, text) {
                 Ok(true) => {}
                 Ok(false) => {
@@ -566,7 +578,19 @@ impl Check<'_> {
         if entries.is_empty() && table.pool.is_none() {
             self.errors.push((line, "a controller has one disk at least, or a `pool`".to_owned()));
         }
-        let disks: Vec<_> = entries.into_iter().map(|entry| self.disk(entry)).collect();
+        let mut disks: Vec<DiskConfig> = Vec::new();
+        for entry in entries {
+            let line = self.line(&entry);
+            let disk = self.disk(entry);
+            if let Some(id) = &disk.id
+                && disks.iter().any(|other| other.id == disk.id)
+            {
+                let why = format!("the controller has the disk `{id}` twice: name it once");
+                self.errors.push((line, why));
+                continue;
+            }
+            disks.push(disk);
+        }
         let pool = table.pool.and_then(|text| {
             let pool = text.get_ref().parse::<PoolSpec>();
             pool.map_err(|why| self.refuse(&text, format!("`pool`: {why}"))).ok()

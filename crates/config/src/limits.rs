@@ -62,6 +62,11 @@ pub fn set_groups(groups: &[Group]) {
     groups.iter().for_each(|wanted| group(&wanted.name).set(wanted.limits));
 }
 
+/// Removes a group. Disks of the group keep its limits.
+pub fn remove_group(name: &str) {
+    GROUPS.lock().remove(name);
+}
+
 /// Validates the name of a group.
 ///
 /// # Errors

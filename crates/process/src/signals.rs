@@ -261,7 +261,8 @@ impl EndSignals {
 
 /// True if the signal was ignored at start-up, as by `nohup`, or by a shell for background jobs of
 /// a script.
-fn is_ignored(signal: i32) -> bool {
+#[must_use]
+pub fn is_ignored(signal: i32) -> bool {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return false };
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);

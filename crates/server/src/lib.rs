@@ -130,7 +130,7 @@ use shadowbell_config::server_config::ServerConfig;
 use shadowbell_config::{limits, pool, subsystems};
 use shadowbell_config::{socket_access, socket_path};
 use shadowbell_export::ublk;
-use shadowbell_process::signals::{EndSignals, Wake};
+use shadowbell_process::signals::{EndSignals, Wake, is_ignored};
 use shadowbell_process::{descriptor_limit, exit, logging, notify};
 use shadowbell_storage::disk_kinds;
 use shadowbell_supervisor::protocol::{to_supervisor, to_worker};
@@ -272,6 +272,9 @@ fn serve(args: Args, supervisor: Option<(Role, &WorkerLink)>) -> anyhow::Result<
     // behind.
     let mut signals =
         EndSignals::catch(if reload.is_some() { &[SIGUSR1, SIGHUP] } else { &[SIGUSR1] })?;
+    if is_first && reload.is_some() && is_ignored(SIGHUP) {
+        info!("SIGHUP is ignored, as by nohup; reload the configuration by `shadowbell ctl apply`");
+    }
     let handle = signals.handle();
     let ended = move || handle.close();
     let link = supervisor.map(|(_, link)| link);

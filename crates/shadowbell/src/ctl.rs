@@ -9,14 +9,14 @@ use crate::ctl_export::{ExportVerb, export};
 use crate::ctl_paths::controller_path;
 use crate::ctl_plan::plan_lines;
 use crate::ctl_trace::{TraceVerb, trace};
-use crate::grant::{NamedFiles, grant, supervisor_of};
+use crate::grant::{NamedFiles, files_to_allow, grant, supervisor_of};
 use crate::ls;
 use crate::text_diff::difference;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
-use shadowbell_config::config_file::parse as parse_config;
+use shadowbell_config::config_file::{parse as parse_config, write::with_allowed};
 use shadowbell_config::controller_config::OfferedDoorbells;
 use shadowbell_config::disk_spec;
 use shadowbell_config::limits::DiskLimits;
@@ -759,7 +759,12 @@ const SAVED: &str = "# Written by `shadowbell ctl save-config`, which replaces t
 /// grants what its configuration file names, so the difference to an existing file is shown, also
 /// when it is written: the server may give another text than in an earlier call.
 fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow::Result<()> {
-    let answer: Configuration = client.get("/v1/config")?;
+    let mut answer: Configuration = client.get("/v1/config")?;
+    // The next server gets no grants of `ctl`, so the file has to name all files.
+    let allowed = parse_config(&answer.toml, "").map_or(Vec::new(), |now| files_to_allow(&now));
+    if !allowed.is_empty() {
+        answer.toml = with_allowed(&answer.toml, allowed.clone())?;
+    }
     if file == Path::new("-") {
         return show(&answer, json, |out, answer| write!(out, "{}", answer.toml));
     }
@@ -789,6 +794,10 @@ fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow:
     replace(file, |new| Ok(new.write_all(text.as_bytes())?))?;
     show(&answer, json, |out, _| {
         writeln!(out, "configuration written to {}", file.display())?;
+        for path in &allowed {
+            let path = path.display();
+            writeln!(out, "`[paths] allow` has {path}, which a qcow2 image names: check it")?;
+        }
         changes.iter().try_for_each(|changes| {
             writeln!(out, "check each change before the next start:\n{changes}")
         })
@@ -807,8 +816,10 @@ fn apply(
     let toml = std::fs::read_to_string(file);
     let toml = toml.with_context(|| name.clone()).map_err(bad_input)?;
     // An invalid file is sent as well: the server reports its errors.
-    if let (false, Ok(config)) = (dry_run, parse_config(&toml, &name)) {
-        grant(client, config.disk_specs(), config.sockets(), named)?;
+    if let Ok(config) = parse_config(&toml, &name) {
+        // A plan without its steps opens the images, too, but creates no socket.
+        let sockets = config.sockets().filter(|_| !dry_run);
+        grant(client, config.disk_specs(), sockets, named)?;
     }
     let wanted = Apply { toml, file: name, dry_run, force };
     let plan: Plan = client.send(&Method::POST, "/v1/apply", &wanted)?;

@@ -4,6 +4,7 @@
 
 use anyhow::{Context, anyhow};
 use shadowbell_config::disk_spec;
+use shadowbell_config::server_config::ServerConfig;
 use shadowbell_control_api::api::Status;
 use shadowbell_control_api::client::Client;
 use shadowbell_control_api::discovery;
@@ -13,6 +14,7 @@ use shadowbell_process::process_env::absolute;
 use shadowbell_storage::disk_files::{self, DiskFile};
 use shadowbell_storage::disk_kinds::{self, Peer};
 use shadowbell_supervisor::client::SupervisorClient;
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
@@ -98,10 +100,17 @@ pub(crate) fn grant<'a>(
     };
     for file in disks {
         let file = disk_spec::file(file).and_then(|path| disk_files::image(file, &from(&path)?));
-        if let Some(file) = file
-            && let Ok(opened) = open(&file)
-        {
-            supervisor.grant(&file.path, opened.as_fd());
+        let Some(file) = file else { continue };
+        match open(&file) {
+            Ok(opened) => {
+                supervisor.grant(&file.path, opened.as_fd());
+            }
+            // The server may have access of its own: it decides, and does not report the cause for
+            // a file outside of its directories.
+            Err(error) => {
+                let path = file.path.display();
+                tracing::warn!("{path}: not passed to the server: {error}");
+            }
         }
     }
     for file in named.files() {
@@ -123,6 +132,23 @@ pub(crate) fn grant<'a>(
         }
     }
     Ok(())
+}
+
+/// Files that the qcow2 images of a configuration name, and that a server in a sandbox could not
+/// open, because `[paths] allow` does not permit them. Files that do not exist are left out.
+pub(crate) fn files_to_allow(config: &ServerConfig) -> Vec<PathBuf> {
+    let named = config.disk_specs().flat_map(|disk| disk_files::files(disk, Path::new("/")));
+    let images: BTreeSet<_> = config.images().map(|(path, _)| path).collect();
+    let is_below = |path: &Path, directory: &Path| {
+        // The supervisor refuses a link or `..` that leads out of the directory.
+        let real = path.canonicalize().ok().zip(directory.canonicalize().ok());
+        path.starts_with(directory) && real.is_some_and(|(path, above)| path.starts_with(above))
+    };
+    let is_allowed = |path: &PathBuf| {
+        images.contains(path) || config.allow.iter().any(|allowed| is_below(path, allowed))
+    };
+    let missing: BTreeSet<_> = named.filter(|path| path.exists() && !is_allowed(path)).collect();
+    missing.into_iter().collect()
 }
 
 /// Opens an image for reading and writing, or only for reading if it is a read-only image or this

@@ -64,14 +64,16 @@ fn print(outcome: &str) -> anyhow::Result<()> {
 /// for a socket that was added later, the running servers are queried.
 fn supervisor(server: &Path) -> anyhow::Result<SupervisorClient> {
     let reported = || {
-        let client = discovery::server(Some(server.to_str()?)).ok()?;
-        supervisor_of(&client).ok()?
+        let client = discovery::server(Some(&server.to_string_lossy()))?;
+        supervisor_of(&client)
     };
     // A server of this name takes precedence over a file of this name in the working directory.
     let is_name =
         server.to_str().is_some_and(|name| !name.contains('/') && name.parse::<u32>().is_err());
-    match is_name.then(reported).flatten() {
-        Some(supervisor) => Ok(supervisor),
-        None => SupervisorClient::find(server).or_else(|error| reported().ok_or(error)),
+    match is_name.then(reported) {
+        Some(Ok(Some(supervisor))) => Ok(supervisor),
+        // The error of the other commands, which names the servers that only root may query.
+        Some(Err(error)) if !server.exists() => Err(error),
+        _ => SupervisorClient::find(server).or_else(|error| reported().ok().flatten().ok_or(error)),
     }
 }

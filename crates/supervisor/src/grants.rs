@@ -488,8 +488,8 @@ pub(super) fn refusal(directory: &Path) -> io::Error {
         io::ErrorKind::PermissionDenied,
         format!(
             "the sandbox permits only images that were named at the start or added by `shadowbell \
-             ctl` (backing files by its option `--backing`); restart `serve` with `--allow {}` to \
-             permit more",
+             ctl` (backing files by its option `--backing`, data files by `--data-file`); restart \
+             `serve` with `--allow {}` to permit more",
             directory.display()
         ),
     )

@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn controllers_refer_to_named_disks() {
         let config = parse(
-            "[[limit-group]]\nname = \"db\"\n[[disk]]\nid = \"data\"\nsource = \"/d.img\"\n\
+            "[[limit-group]]\nname = \"db\"\niops = 700\n[[disk]]\nid = \"data\"\nsource = \"/d.img\"\n\
              options = { direct = true }\nlayers = { metadata = 8, pi = 1 }\nlimits = { iops = 500, group = \"db\" }\n\
              [[disk]]\nid = \"spare\"\nsource = \"mem:1MiB?block-size=4096\"\non-error = \"stop-on-full\"\n\
              [[controller]]\nsocket = \"/vm0.sock\"\n\

@@ -116,6 +116,12 @@ fn an_error_is_reported_with_its_line() {
             &format!("[[limit-group]]\nname = \"a\"\n[[limit-group]]\nname = \"a\"\n{ok}"),
             "vms.toml:4: the limit group `a` is defined twice",
         ),
+        (&format!("[[limit-group]]\nname = \"a\"\niops = 0\n{ok}"), "vms.toml:3: "),
+        (
+            "[[disk]]\nid = \"d\"\nsource = \"mem:1MiB\"\n[[controller]]\nsocket = \"/c\"\n\
+             disks = [\n\"d\",\n\"d\"]\n",
+            "vms.toml:8: the controller has the disk `d` twice",
+        ),
         (
             &ok.replace("1MiB", "1MiB?limit-group=b"),
             "vms.toml:3: there is no `[[limit-group]]` `b`",

@@ -2,7 +2,7 @@
 
 use super::disks::NamedDiskTable;
 use super::shared::{AnaStates, SubsystemTable};
-use super::{ControllerTable, DiskEntry, DiskTable, File, GroupTable, PathsTable};
+use super::{ControllerTable, DiskEntry, DiskTable, File, GroupTable, PathsTable, Rate};
 use crate::controller_config::{ControllerConfig, DiskConfig, nsids};
 use crate::disk_spec;
 use crate::export_config::ExportConfig;
@@ -140,13 +140,25 @@ pub fn write(
     toml::to_string(&file).unwrap_or_default()
 }
 
+/// Adds paths to `[paths] allow` in the text of a configuration file.
+///
+/// # Errors
+/// The text is no configuration file.
+pub fn with_allowed(text: &str, paths: Vec<PathBuf>) -> Result<String, toml::de::Error> {
+    let mut file: File = toml::from_str(text)?;
+    let table = file.paths.get_or_insert_with(|| PathsTable { allow: Vec::new() });
+    table.allow.extend(paths.into_iter().map(at));
+    Ok(toml::to_string(&file).unwrap_or_default())
+}
+
 /// Value without a position in a file.
 fn at<T>(value: T) -> Spanned<T> {
     Spanned::new(0..0, value)
 }
 
 fn group(Group { name, limits }: Group) -> GroupTable {
-    GroupTable { name, limits: limits.texts().map(|(key, text)| (key.to_owned(), text)).collect() }
+    let limits = limits.texts().map(|(key, text)| (key.to_owned(), Rate::Text(text)));
+    GroupTable { name, limits: limits.collect() }
 }
 
 /// Subsystems of the controllers, each one once, in the order of the controllers.

@@ -35,6 +35,13 @@ impl FromStr for Address {
             let port = port.parse().map_err(|_| format!("`{port}` is no port"))?;
             return Ok(Self::Tcp((Ipv4Addr::UNSPECIFIED, port).into()));
         }
+        // The resolver would take a number for an IPv4 address.
+        if address.parse::<u32>().is_ok() {
+            return Err(format!(
+                "`{address}` is no address; write `tcp:127.0.0.1:{address}`, or `tcp::{address}` to \
+                 listen on all addresses"
+            ));
+        }
         if let Ok(address) = address.parse() {
             return Ok(Self::Tcp(address));
         }
@@ -127,6 +134,8 @@ mod tests {
         let uri = |text: &str, name: &str| text.parse::<Address>().unwrap().uri(name);
         assert_eq!(uri("unix:/run/disk.sock", ""), "nbd+unix:///?socket=/run/disk.sock");
         assert_eq!(uri("unix:/run/a b", "x/y"), "nbd+unix:///x%2Fy?socket=/run/a%20b");
+        let why = "tcp:10809".parse::<Address>().unwrap_err();
+        assert!(why.contains("write `tcp:127.0.0.1:10809`"), "{why}");
         assert_eq!(uri("tcp:", "disk"), "nbd://127.0.0.1/disk");
         assert_eq!(uri("tcp:127.0.0.1", ""), "nbd://127.0.0.1/");
         assert_eq!(uri("tcp:127.0.0.1:4000", ""), "nbd://127.0.0.1:4000/");

@@ -4,7 +4,7 @@
 //! thread.
 //!
 //! The counters of a deleted queue are added to `queue="deleted"`, so that sums over all queues
-//! never decrease.
+//! never decrease while the process runs.
 //!
 //! The format is simple, so no library is used. A server with 256 controllers has thirty thousand
 //! samples, so labels that many samples share are formatted once.

@@ -91,6 +91,9 @@ fn rules(call: c_long, needs: Needs) -> Result<Vec<SeccompRule>, seccompiler::Ba
             };
             kinds.into_iter().map(rule).collect()
         }
+        // With this flag, a closed TCP socket connects, which Landlock does not see.
+        libc::SYS_sendmsg => only(without(2, libc::MSG_FASTOPEN as u64)?),
+        libc::SYS_sendto => only(without(3, libc::MSG_FASTOPEN as u64)?),
         libc::SYS_socketpair => only(is(0, libc::AF_UNIX as u64)?),
         libc::SYS_ioctl => one_of(
             1,

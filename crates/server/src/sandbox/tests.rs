@@ -182,6 +182,21 @@ fn a_datagram_reaches_a_path_without_a_new_landlock() {
     assert!(results.iter().any(|result| outcome.contains(result)), "{outcome}");
 }
 
+/// A closed TCP socket does not connect by a message with the flag `MSG_FASTOPEN`.
+#[test]
+fn no_message_connects_a_socket() {
+    const FASTOPEN: usize = libc::MSG_FASTOPEN as usize;
+    let invalid = "Bad address";
+    check(
+        &[
+            (call(libc::SYS_sendmsg, &[SOCKET, 1, 0]), invalid),
+            (call(libc::SYS_sendmsg, &[SOCKET, 1, FASTOPEN]), ""),
+        ],
+        true,
+    );
+    check(&[(call(libc::SYS_sendto, &[SOCKET, 1, 1, FASTOPEN]), "")], false);
+}
+
 #[test]
 fn sockets_of_no_family_are_created() {
     // The kernel has 46 address families, so these numbers include all of them.
@@ -223,7 +238,7 @@ fn rings_accept_only_the_requests_in_use() {
         let rings: Vec<_> = output.lines().filter_map(|line| line.split_once("ring: ")).collect();
         let rings: Vec<_> = rings.into_iter().map(|(_, ring)| ring).collect();
         let expected = [
-            "replies [9, 10] 0 []",
+            "replies [10, 23] 0 []",
             "signals [0] 0 [4, 5]",
             "NVMe commands [0, 14, 46] 1 [6]",
             "files [0, 1, 2, 14, 17, 22, 23] 1 [6]",

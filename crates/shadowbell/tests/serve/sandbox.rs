@@ -213,6 +213,8 @@ fn backing_files_need_a_grant() {
     let attach = |option: &str| {
         ctl(&server, &["namespace", "attach", "vm.sock", "3", &disk, option, &path("data.img")])
     };
+    let (status, _, errors) = ctl(&server, &["namespace", "attach", "vm.sock", "3", &disk]);
+    assert!(status != Some(0) && errors.contains("data files by `--data-file`"), "{errors}");
     let (status, _, errors) = attach("--backing");
     assert!(status != Some(0) && errors.contains("data file is not writable"), "{errors}");
     let (status, _, errors) = attach("--data-file");
@@ -223,6 +225,22 @@ fn backing_files_need_a_grant() {
     let words = ["namespace", "attach", "vm.sock", "4", "mem:1MiB", "--backing", &missing];
     let (status, _, errors) = ctl(&server, &words);
     assert!(status == Some(2) && errors.contains("none"), "{errors}");
+    // The cause of a missing file is its absence, which the sandboxed process does not find.
+    let (status, _, errors) = ctl(&server, &["namespace", "attach", "vm.sock", "4", &missing]);
+    let cause = format!("{missing}: not passed to the server: No such file");
+    assert!(status != Some(0) && errors.contains(&cause), "{errors}");
+    // A server that is started with the saved configuration has all disks, without the grants.
+    let (status, text, errors) = ctl(&server, &["save-config", "saved.toml"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(text.contains(&format!("`[paths] allow` has {base}, which a qcow2 image")), "{text}");
+    assert!(server.stop().success(), "{}", server.stderr());
+    let mut command = program();
+    command.args(["serve", "--config", "saved.toml", "--supervisor", "--sandbox", "on"]);
+    let mut server = Server::spawn(command, server.into_directory(), &["vm.sock"]);
+    let mut guest = Client::attach(&server.socket());
+    assert_eq!(guest.read(2, 0), 7);
+    guest.write(3, 0, 9);
+    drop(guest);
     assert!(server.stop().success(), "{}", server.stderr());
 }
 

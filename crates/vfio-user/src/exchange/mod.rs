@@ -19,6 +19,10 @@ use crate::descriptor::{Closer, PeerFd};
 /// filter: the filter forbids the creation of more. A reactor without an instance sends a reply and
 /// removes its request in two system calls. Returns the number of instances: 0 if the system
 /// permits no io_uring with restrictions (Linux 5.10 or later).
+///
+/// On Linux 6.5 or later, these instances send by `WRITE` instead of `SENDMSG`, so that a process
+/// under an attacker's control cannot connect a TCP socket with them. They send no descriptors, and
+/// the process must ignore `SIGPIPE`, as Rust programs do.
 pub fn prepare(count: usize) -> usize {
     sys::prepare(count)
 }
@@ -55,8 +59,8 @@ impl Exchange {
     }
 
     /// Sends as much of `reply` as the socket accepts, with `fds`, and removes `len` received bytes
-    /// from the socket. The socket must contain that many. If the kernel has no memory, the method
-    /// sends and removes nothing, and returns `None`.
+    /// from the socket. The socket must contain that many. If the kernel has no memory, or the ring
+    /// sends no descriptors ([`prepare`]), the method sends and removes nothing, and returns `None`.
     pub(crate) fn reply_and_receive<'a>(
         &mut self,
         socket: BorrowedFd<'_>,

@@ -4,8 +4,11 @@
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use io_uring::{IoUring, opcode, types};
+use rustix::io::{ReadWriteFlags, pwritev2};
 use shadowbell_uring::{Allowed, Reserve};
 
 use crate::Errno;
@@ -23,18 +26,39 @@ const HEAD: usize = size_of::<libc::cmsghdr>();
 /// must be aligned like `cmsghdr`.
 const WORDS: usize = (HEAD + SCM_MAX_FD * size_of::<i32>()).div_ceil(size_of::<u64>());
 
-/// Reserve of io_uring instances. They may only send and receive messages.
-static RESERVE: Reserve = Reserve::new("replies", || {
-    let opcodes = &[opcode::SendMsg::CODE, opcode::RecvMsg::CODE];
+/// Reserve of io_uring instances. They may only send and receive.
+static RESERVE: Reserve = Reserve::new("replies", || build(WRITE_ONLY.load(Ordering::Relaxed)));
+
+/// True if instances send by `WRITE`. The flags of `SENDMSG` are not restrictable: with
+/// `MSG_FASTOPEN`, it connects a closed TCP socket to any address.
+static WRITE_ONLY: AtomicBool = AtomicBool::new(false);
+
+/// Creates an instance.
+fn build(write_only: bool) -> io::Result<IoUring> {
+    let opcodes: &[u8] = match write_only {
+        true => &[opcode::Write::CODE, opcode::RecvMsg::CODE],
+        false => &[opcode::SendMsg::CODE, opcode::RecvMsg::CODE],
+    };
     Allowed { opcodes, ..Allowed::NOTHING }.build(&IoUring::builder(), 2, |_| Ok(()))
-});
+}
 
 /// Creates the rings of `count` reactors. See [`prepare`](super::prepare).
 pub(super) fn prepare(count: usize) -> usize {
+    WRITE_ONLY.store(writes_do_not_block(), Ordering::Relaxed);
     RESERVE.seal(count)
 }
 
+/// True if a write to a socket can be non-blocking by its flags (Linux 6.5 or later).
+fn writes_do_not_block() -> bool {
+    let write = |socket: &UnixStream| {
+        pwritev2(socket, &[io::IoSlice::new(b"x")], u64::MAX, ReadWriteFlags::NOWAIT)
+    };
+    UnixStream::pair().is_ok_and(|(socket, _peer)| write(&socket).is_ok())
+}
+
 pub(super) struct Ring {
+    /// True if the instance sends by `WRITE`.
+    write_only: bool,
     /// io_uring instance. `None` after a failed submit: the instance is closed, because operations
     /// that are still queued in it must not be executed later.
     uring: Option<IoUring>,
@@ -54,11 +78,18 @@ impl fmt::Debug for Ring {
 
 impl Ring {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { uring: Some(RESERVE.take()?) })
+        let uring = RESERVE.take()?;
+        Ok(Self { write_only: WRITE_ONLY.load(Ordering::Relaxed), uring: Some(uring) })
+    }
+
+    /// Ring that sends by `WRITE`.
+    #[cfg(test)]
+    pub(super) fn write_only() -> io::Result<Self> {
+        Ok(Self { write_only: true, uring: Some(build(true)?) })
     }
 
     /// Sends and receives without blocking, in one system call. Returns `None` if the kernel did
-    /// not accept both operations.
+    /// not accept both operations, or if the ring sends no descriptors.
     pub(super) fn send_and_receive(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -66,6 +97,9 @@ impl Ring {
         fds: &[BorrowedFd<'_>],
         into: &mut [u8],
     ) -> Option<Outcome> {
+        if self.write_only && !fds.is_empty() {
+            return None;
+        }
         let mut rights = [0; WORDS];
         let rights_len = put_rights(&mut rights, fds)?;
         let mut reply = [libc::iovec {
@@ -79,14 +113,20 @@ impl Ring {
         let mut take = header(&mut into, &mut came, WORDS * size_of::<u64>());
 
         let fd = types::Fd(socket.as_raw_fd());
-        let flags = (libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) as u32;
-        let send = opcode::SendMsg::new(fd, &raw const send).flags(flags).build();
+        let sending = if self.write_only {
+            let [part] = &reply;
+            let len = u32::try_from(part.iov_len).unwrap_or(u32::MAX);
+            opcode::Write::new(fd, part.iov_base.cast(), len).rw_flags(libc::RWF_NOWAIT).build()
+        } else {
+            let flags = (libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) as u32;
+            opcode::SendMsg::new(fd, &raw const send).flags(flags).build()
+        };
         let flags = (libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC) as u32;
         let taking = opcode::RecvMsg::new(fd, &raw mut take).flags(flags).build();
-        let entries = [send.user_data(SEND), taking.user_data(TAKE)];
+        let entries = [sending.user_data(SEND), taking.user_data(TAKE)];
         let uring = self.uring.as_mut()?;
         // SAFETY: the headers and their buffers live until this call ends, and no operation uses
-        // them later. Operations that do not wait (MSG_DONTWAIT) have completed when the submit
+        // them later. Operations that do not wait (MSG_DONTWAIT, RWF_NOWAIT) have completed when the submit
         // returns, which is checked below. Operations that were not submitted are discarded with
         // the ring.
         if unsafe { uring.submission().push_multiple(&entries) }.is_err() {
@@ -113,7 +153,7 @@ impl Ring {
                 }
             }
             if usize::from(sent.is_some()) + usize::from(received.is_some()) + missing < 2 {
-                // An operation with MSG_DONTWAIT completes during the submit, so this never
+                // An operation that does not wait completes during the submit, so this never
                 // happens. If it did, the buffers would have to stay allocated until the operations
                 // have completed.
                 let _ = uring.submit_and_wait(1);

@@ -29,10 +29,19 @@ fn read(socket: &UnixStream) -> (Vec<u8>, usize) {
     }
 }
 
+/// Exchanges that send by `SENDMSG` and by `WRITE`.
+fn exchanges() -> [Exchange; 2] {
+    let write_only = sys::Ring::write_only().unwrap();
+    [Exchange::new().unwrap(), Exchange { ring: write_only, scratch: Vec::new() }]
+}
+
 #[test]
 fn a_reply_is_sent_and_its_request_removed() {
+    exchanges().into_iter().for_each(replies_are_sent_and_requests_removed);
+}
+
+fn replies_are_sent_and_requests_removed(mut exchange: Exchange) {
     let (ours, theirs) = pair();
-    let mut exchange = Exchange::new().unwrap();
     for n in 0..100_u8 {
         send(theirs.as_fd(), &[&[n; 48]], &[]).unwrap();
         send(theirs.as_fd(), &[&[n; 7]], &[]).unwrap();
@@ -59,10 +68,27 @@ fn descriptors_are_sent_and_received_with_their_messages() {
 }
 
 #[test]
-fn a_reply_to_a_full_socket_is_sent_later() {
+fn a_ring_for_writes_leaves_descriptors_and_their_request() {
     let (ours, theirs) = pair();
-    let mut exchange = Exchange::new().unwrap();
-    while send(ours.as_fd(), &[&[0; 4096]], &[]).is_ok() {}
+    let [_, mut exchange] = exchanges();
+    send(theirs.as_fd(), &[&[1; 32]], &[]).unwrap();
+    let file = OwnedFd::from(ours.try_clone().unwrap());
+    let fds = [&file].into_iter();
+    assert!(exchange.reply_and_receive(ours.as_fd(), &[2; 64], fds, 32, &Arc::default()).is_none());
+    assert_eq!(read(&ours), (vec![1; 32], 0));
+}
+
+#[test]
+fn a_reply_to_a_full_socket_is_sent_later() {
+    exchanges().into_iter().for_each(reply_to_a_full_socket_fails);
+}
+
+fn reply_to_a_full_socket_fails(mut exchange: Exchange) {
+    let (ours, theirs) = pair();
+    // The kernel waits in a write without its flag.
+    ours.set_nonblocking(false).unwrap();
+    let fill = || rustix::net::send(&ours, &[0; 4096], rustix::net::SendFlags::DONTWAIT);
+    while fill().is_ok() {}
     send(theirs.as_fd(), &[&[1; 32]], &[]).unwrap();
     let done = exchange_once(&mut exchange, &ours, &[2; 64], &[], 32);
     assert_eq!((done.sent, done.received), (Err(Errno::AGAIN), Ok(32)));
@@ -73,10 +99,11 @@ fn a_reply_to_a_full_socket_is_sent_later() {
 
 #[test]
 fn a_large_message_is_sent_at_once() {
-    let (ours, theirs) = pair();
-    let mut exchange = Exchange::new().unwrap();
-    let large = vec![7; 68 << 10];
-    assert_eq!(send(theirs.as_fd(), &[&large], &[]), Ok(large.len()));
-    let done = exchange_once(&mut exchange, &ours, &large, &[], large.len());
-    assert_eq!((done.sent, done.received), (Ok(large.len()), Ok(large.len())));
+    for mut exchange in exchanges() {
+        let (ours, theirs) = pair();
+        let large = vec![7; 68 << 10];
+        assert_eq!(send(theirs.as_fd(), &[&large], &[]), Ok(large.len()));
+        let done = exchange_once(&mut exchange, &ours, &large, &[], large.len());
+        assert_eq!((done.sent, done.received), (Ok(large.len()), Ok(large.len())));
+    }
 }

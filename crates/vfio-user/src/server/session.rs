@@ -214,8 +214,8 @@ impl Session {
     }
 
     /// Sends the reply and removes its request from the socket, in one step if possible. If the
-    /// process died between two steps, the next process would not know whether the second step was
-    /// done.
+    /// process died between two steps, the next process would not know whether the first step was
+    /// done, and would send the reply twice.
     fn reply_and_receive(
         &mut self,
         len: usize,
@@ -233,6 +233,8 @@ impl Session {
             drop(self.inspector.inspect(fds));
             left -= received.unwrap_or(0);
             self.note_sent(sent)?;
+        } else if is_answered {
+            self.flush()?;
         }
         discard(self.socket.as_fd(), left, &self.inspector)?;
         abort_point(AbortPoint::MessageAnswered);
