@@ -24,6 +24,7 @@ pub use file::Script;
 pub use file::{Access, OpenAttempt, Opener, open_image, open_images_by};
 pub use file::{Aio, Alignment, Direct, FileDisk, FileOptions, Format, ImageFile};
 pub use file::{BytesLock, BytesLocks, BytesQueue, ImageBytes};
+pub use file::{CheckedImage, check_image};
 pub use file::{NamespaceFacts, identify_namespace, is_namespace};
 pub use file::{RawCall, RawFile, RawStep, RawTransfer};
 pub use mem::MemDisk;

@@ -73,6 +73,17 @@ impl Plan {
             }
         }
         plan.differences.extend(groups.iter().filter_map(group_difference));
+        let now = limits::groups().into_iter();
+        let gone = now.filter(|now| groups.iter().all(|wanted| wanted.name != now.name));
+        plan.differences.extend(gone.map(|group| Difference {
+            controller: None,
+            what: format!("limit group {}", group.name),
+            from: Some(match group.limits.is_none() {
+                true => "no limits".to_owned(),
+                false => group.limits.to_string(),
+            }),
+            to: None,
+        }));
         plan
     }
 
@@ -90,14 +101,18 @@ impl Plan {
 
     /// True if a controller to be added, replaced or changed refers to the disk with this id.
     pub(super) fn names(&self, id: &str) -> bool {
+        self.new_disks().any(|disk| disk.id.as_deref() == Some(id))
+    }
+
+    /// Disks of the controllers to be added or replaced, and of the namespaces to be added.
+    pub(super) fn new_disks(&self) -> impl Iterator<Item = &DiskConfig> {
         let controllers = self.add.iter().chain(&self.replace);
         let disks = controllers.flat_map(|requested| &requested.controller.disks);
         let steps = self.change.iter().flat_map(|(_, steps)| steps);
-        let added = steps.filter_map(|step| match step {
+        disks.chain(steps.filter_map(|step| match step {
             Step::Add(_, disk) => Some(disk),
             _ => None,
-        });
-        disks.chain(added).any(|disk| disk.id.as_deref() == Some(id))
+        }))
     }
 
     fn compare(&mut self, served: &ServedController, requested: SocketConfig) {

@@ -50,7 +50,7 @@ pub(super) fn check(losses: &[Loss], forced: bool) -> anyhow::Result<()> {
         return Ok(());
     }
     if forced {
-        warn!("forced, although {}", texts.join("; "));
+        warn!("--force was given for a change: {}", texts.join("; "));
         return Ok(());
     }
     Err(exit::needs_force(anyhow!(

@@ -13,7 +13,7 @@ use bytesize::ByteSize;
 use shadowbell_config::controller_config::{
     ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk,
 };
-use shadowbell_config::limits::{self, DiskLimits};
+use shadowbell_config::limits::{self, DiskLimits, Group};
 use shadowbell_config::server_config::SocketConfig;
 use shadowbell_config::{disk_spec, pool};
 use shadowbell_control_api::api::{LimitSpec, Size};
@@ -23,6 +23,7 @@ use shadowbell_disk::{Disk, ResizeError};
 use shadowbell_disk_layers::{ErrorPolicy, LimitedDisk, Limits};
 use shadowbell_process::exit;
 use shadowbell_storage::disk_kinds;
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -452,6 +453,24 @@ impl Changes {
         }
         if let Some(checkpoint) = self.checkpoint() {
             checkpoint.publish_change();
+        }
+    }
+
+    /// Removes the limit groups except these, unless a disk names the group. The caller holds the
+    /// [lock](Self::change_lock).
+    pub(super) fn drop_other_limit_groups(&self, kept: &[Group]) {
+        let disks = self.disks();
+        let used = disks.iter().filter_map(|disk| DiskLimits::split(&disk.open.spec).ok()?.1.group);
+        let used: HashSet<_> = used.collect();
+        let is_kept = |group: &Group| {
+            kept.iter().any(|other| other.name == group.name) || used.contains(&group.name)
+        };
+        for group in limits::groups().into_iter().filter(|group| !is_kept(group)) {
+            limits::remove_group(&group.name);
+            info!("the limit group {} was removed", group.name);
+            if let Some(checkpoint) = self.checkpoint() {
+                checkpoint.publish_change();
+            }
         }
     }
 

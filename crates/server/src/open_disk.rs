@@ -43,6 +43,11 @@ pub(super) fn is_same_disk(one: &str, other: &str) -> bool {
         || Parts::of(one).zip(Parts::of(other)).is_some_and(|(one, other)| one == other)
 }
 
+/// True if two specifications differ at most in limits and in `read-only`.
+pub(super) fn has_same_source(one: &str, other: &str) -> bool {
+    Parts::of(one).zip(Parts::of(other)).is_some_and(|(one, other)| one.bare == other.bare)
+}
+
 /// Id of a namespace's disk that has no configured id.
 pub(super) fn derived_id(controller: &str, nsid: u32) -> String {
     format!("{controller}/{nsid}")

@@ -3,15 +3,18 @@
 use super::args::Args;
 use super::config_diff::{Plan, Step};
 use super::disk_plan::DiskPlan;
+use super::disks::ListedDisk;
 use super::guard::{self, DiskGuard};
 use super::namespaces::{PreparedNamespace, explicit};
+use super::open_disk::has_same_source;
 use super::reconfigure::{Changes, Prepared};
 use super::registry::ServedController;
 use anyhow::{Context, anyhow};
 use shadowbell_config::config_file::write::Settings;
 use shadowbell_config::controller_config::DiskConfig;
-use shadowbell_config::disk_spec::DiskSpecError;
+use shadowbell_config::disk_spec::{self, DiskSpecError};
 use shadowbell_config::server_config::{NamedDisk, ServerConfig, SocketConfig};
+use shadowbell_disk_file::{CheckedImage, check_image};
 use shadowbell_process::exit;
 use shadowbell_storage::disk_kinds;
 use std::collections::HashSet;
@@ -38,6 +41,8 @@ pub(super) fn apply(
     plan.add_losses(changes);
     plan.lost.append(&mut disks.lost);
     plan.differences.append(&mut disks.differences);
+    let _checked = check_images(changes, &plan, &disks, &named)
+        .map_err(|error| error.into_error().context("nothing was changed"))?;
     if dry_run {
         return Ok(plan);
     }
@@ -57,9 +62,10 @@ pub(super) fn apply(
     failed.extend(prepared.execute(changes, &plan, (&disks, &named), forced));
     failed.extend(disks.open_disks(changes, &named));
     failed.extend(disks.start_exports(changes, &exports, &before));
-    for group in config.groups {
+    for group in &config.groups {
         changes.put_limit_group(&group.name, group.limits);
     }
+    changes.drop_other_limit_groups(&config.groups);
     drop(change_lock);
     if failed.is_empty() {
         return Ok(plan);
@@ -79,6 +85,30 @@ fn check_disks(config: &ServerConfig) -> anyhow::Result<()> {
         config.disks.iter().map(|disk| &disk.spec).chain(of_controllers.map(|disk| &disk.disk));
     let checked = specs.try_for_each(|spec| disk_kinds::check(spec));
     checked.map_err(DiskSpecError::into_error)
+}
+
+/// Checks that the images can be read which the steps of a plan open, because some are opened only
+/// after a removal. They stay available until the result is dropped.
+///
+/// # Errors
+/// An image is missing or unreadable.
+fn check_images(
+    changes: &Changes,
+    plan: &Plan,
+    disks: &DiskPlan,
+    named: &[NamedDisk],
+) -> Result<Vec<CheckedImage>, DiskSpecError> {
+    let open = changes.disks();
+    let stays = |id: &str, spec: &str| {
+        let is_it = |disk: &ListedDisk| disk.id == id && has_same_source(&disk.open.spec, spec);
+        open.iter().any(|disk| is_it(disk) && !disks.closes(id))
+    };
+    let new =
+        plan.new_disks().filter(|disk| disk.id.as_ref().is_none_or(|id| !stays(id, &disk.disk)));
+    let named = named.iter().filter(|disk| !stays(&disk.id, &disk.spec));
+    let specs = new.map(|disk| &disk.disk).chain(named.map(|disk| &disk.spec));
+    let images = specs.filter_map(|spec| disk_spec::image(spec));
+    images.map(|(path, _)| check_image(&path).map_err(DiskSpecError::Disk)).collect()
 }
 
 /// Disks and exports that were added before the first step of a plan.

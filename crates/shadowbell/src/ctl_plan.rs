@@ -38,7 +38,7 @@ pub(crate) fn plan_lines(out: &mut dyn Write, plan: &Plan) -> io::Result<()> {
     let done = if plan.applied { "" } else { "; not applied" };
     writeln!(
         out,
-        "{} added, {} removed, {} replaced, {} changed, {} unchanged{done}",
+        "controllers: {} added, {} removed, {} replaced, {} changed, {} unchanged{done}",
         plan.add.len(),
         plan.remove.len(),
         plan.replace.len(),

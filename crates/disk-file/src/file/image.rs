@@ -60,12 +60,7 @@ impl ImageFile {
     }
 
     pub(super) fn open_as(path: &Path, read_only: bool, kinds: Kinds) -> Result<Self, OpenError> {
-        let named = opener::name(path).transpose().map_err(|source| {
-            match inspect(path, At::Path(path), kinds) {
-                Err(error @ OpenError::NoFile { .. }) => error,
-                _ => refused(path.display().to_string(), source),
-            }
-        })?;
+        let named = name(path, kinds)?;
         let at = named.as_ref().map_or(At::Path(path), |named| At::Named(named.as_fd()));
         let opened = Self::open_at(path, at, (read_only, kinds), LockWait::Short);
         let Some(named) = named else { return opened };
@@ -345,6 +340,42 @@ pub(super) enum Kinds {
 const NO_COMMANDS: &str = "this user may not send commands to the device: before Linux 6.2 that \
                            needs CAP_SYS_ADMIN, later read and write permission for the device; \
                            the namespace's block device needs neither";
+
+/// File or device that [`check_image`] has found readable. If an [`Opener`](opener::Opener) opens
+/// images, it holds the file until this value is dropped.
+#[derive(Debug)]
+pub struct CheckedImage {
+    _used: Option<ImageUse>,
+}
+
+/// Checks that the file or device at `path` can be read, without locking it.
+///
+/// # Errors
+/// [`OpenError`], as for [`ImageFile::open`].
+pub fn check_image(path: &Path) -> Result<CheckedImage, OpenError> {
+    let named = name(path, Kinds::Disks)?;
+    let at = named.as_ref().map_or(At::Path(path), |named| At::Named(named.as_fd()));
+    let open =
+        |_| at.open(Access::Read).map_err(|source| refused(path.display().to_string(), source));
+    match (inspect(path, at, Kinds::Disks).and_then(open), named) {
+        (Ok(file), Some(_)) => Ok(CheckedImage { _used: Some(ImageUse(Arc::new(file))) }),
+        (Ok(_), None) => Ok(CheckedImage { _used: None }),
+        (Err(error), named) => {
+            if let Some(named) = named {
+                opener::end_use(named);
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Requests the file at `path` from the [`Opener`](opener::Opener), if there is one.
+fn name(path: &Path, kinds: Kinds) -> Result<Option<OwnedFd>, OpenError> {
+    opener::name(path).transpose().map_err(|source| match inspect(path, At::Path(path), kinds) {
+        Err(error @ OpenError::NoFile { .. }) => error,
+        _ => refused(path.display().to_string(), source),
+    })
+}
 
 /// Reads the metadata of `path`. Fails if a file of this type cannot hold an image. Must be called
 /// before the file is opened, because opening a pipe or a terminal may block or have side effects.

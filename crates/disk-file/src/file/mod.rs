@@ -79,7 +79,7 @@ mod write_atomicity;
 
 pub use bytes::{BytesLock, BytesLocks, BytesQueue, ImageBytes};
 pub use disk::FileDisk;
-pub use image::ImageFile;
+pub use image::{CheckedImage, ImageFile, check_image};
 pub use namespace::{NamespaceFacts, identify_namespace, is_namespace};
 pub use opener::{Access, OpenAttempt, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};

@@ -120,10 +120,11 @@ fn a_disk_that_moves_gets_its_new_source() {
     let losses =
         ["the client of a would lose namespace 2", "the export e would lose the disk data"];
 
-    // The new source cannot be opened, so the disk is attached where it was.
-    let missing = file("missing.img", &attached("data", 3), &read_only());
-    let (code, _, errors) = apply(&server, &missing, &["--force"]);
-    assert!(code != Some(0) && errors.contains("missing.img"), "{code:?} {errors}");
+    // The new source is no image, so the disk is attached where it was.
+    std::fs::write(server.directory().join("bad.img"), [0; 700]).unwrap();
+    let bad = file("bad.img", &attached("data", 3), &read_only());
+    let (code, _, errors) = apply(&server, &bad, &["--force"]);
+    assert!(code != Some(0) && errors.contains("bad.img"), "{code:?} {errors}");
     drop(host);
     let mut host = guest(&server);
     assert_eq!((host.read(2, 0), reader(&server).read()), (5, 5));
@@ -164,10 +165,11 @@ fn a_disk_with_an_export_gets_its_new_source_in_place() {
     // Another disk cannot be opened, so the controller and the disk are as before.
     let mut host = guest(&server);
     host.write(2, 0, 7);
-    let disks = |missing| format!("{}{}", attached("data", 2), attached(missing, 3));
+    let disks = |bad| format!("{}{}", attached("data", 2), attached(bad, 3));
+    std::fs::write(server.directory().join("bad.img"), [0; 700]).unwrap();
     let (code, _, errors) =
-        apply(&server, &file("disk.img", &disks("missing.img"), &read_only()), &["--force"]);
-    assert!(code != Some(0) && errors.contains("missing.img"), "{code:?} {errors}");
+        apply(&server, &file("disk.img", &disks("bad.img"), &read_only()), &["--force"]);
+    assert!(code != Some(0) && errors.contains("bad.img"), "{code:?} {errors}");
     drop(host);
     assert_eq!((guest(&server).read(2, 0), reader(&server).read()), (7, 7));
     assert_eq!(disk(&server, "data").0, "other.img");

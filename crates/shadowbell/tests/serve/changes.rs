@@ -128,7 +128,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     assert_eq!(code, Some(0));
     assert_eq!(
         printed,
-        "+ vm2\n+ vm3\n- vm1\n2 added, 1 removed, 0 replaced, 0 changed, 1 unchanged; not applied\n"
+        "+ vm2\n+ vm3\n- vm1\ncontrollers: 2 added, 1 removed, 0 replaced, 0 changed, 1 unchanged; not applied\n"
     );
     assert_eq!(ids(), ["vm0", "vm1"]);
     // The request is repeated: the test's own connection to vm1 may still count as a client.
@@ -142,11 +142,14 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
     assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
     // The disk of vm2 stays open until vm2 is removed, so it could be opened only afterwards.
-    write(server.directory(), &[("vm0", "0.img"), ("vm3", "2.img"), ("vm2", "1.img?iopz=7")]);
-    for options in [&["--dry-run"][..], &[]] {
-        let (code, _, errors) = ctl(&server, &[&["apply", "vms.toml"], options].concat());
-        let is_refused = errors.contains("nothing was changed") && errors.contains("iopz");
-        assert!(code == Some(2) && is_refused, "{code:?} {errors}");
+    for bad in ["1.img?iopz=7", "gone.img"] {
+        write(server.directory(), &[("vm0", "0.img"), ("vm3", "2.img"), ("vm2", bad)]);
+        for options in [&["--dry-run"][..], &[]] {
+            let (code, _, errors) = ctl(&server, &[&["apply", "vms.toml"], options].concat());
+            let word = bad.rsplit('?').next().unwrap().split('=').next().unwrap();
+            let is_refused = errors.contains("nothing was changed") && errors.contains(word);
+            assert!(code == Some(2) && is_refused, "{code:?} {errors}");
+        }
     }
     assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
     write(server.directory(), &[("vm0", "0.img"), ("vm0", "mem:1MiB")]);
@@ -159,7 +162,7 @@ fn a_file_is_applied_as_a_whole_or_not_at_all() {
     let expected = format!(
         "~ vm0 (has a client)\n    namespace 1: {} -> mem:1MiB\n\
          needs --force: the client of vm0 would lose the controller\n\
-         0 added, 0 removed, 1 replaced, 0 changed, 2 unchanged; not applied\n",
+         controllers: 0 added, 0 removed, 1 replaced, 0 changed, 2 unchanged; not applied\n",
         image.display()
     );
     assert_eq!((code, printed), (Some(0), expected));
@@ -217,7 +220,7 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
          namespace 3: none -> {at}/b.img\n\
          * limit group db: none -> iops=5000\n\
          needs --force: the client of vm0 could not write namespace 2 any more\n\
-         0 added, 0 removed, 0 replaced, 1 changed, 0 unchanged; not applied\n"
+         controllers: 0 added, 0 removed, 0 replaced, 1 changed, 0 unchanged; not applied\n"
     );
     assert_eq!((code, &printed[..], &errors[..]), (Some(0), &expected[..], ""));
     assert_eq!(disks(), ["1 mem:4MiB false null", "2 a.img false null"]);
@@ -258,6 +261,14 @@ fn applying_namespaces_and_limits_keeps_the_controller() {
     assert!(
         client() && ctl_json(&server, &["limit-group", "ls"])[0]["limits"] == serde_json::json!({})
     );
+
+    // A limit group that the file does not have is removed.
+    assert_eq!(ctl(&server, &["limit-group", "add", "old", "--iops", "7"]).0, Some(0));
+    let (code, printed, _) = apply(&["--dry-run"]);
+    assert!(code == Some(0) && printed.contains("* limit group old: iops=7 -> none"), "{printed}");
+    assert_eq!(apply(&[]).0, Some(0));
+    let groups = ctl_json(&server, &["limit-group", "ls"]);
+    assert_eq!(groups.as_array().unwrap().len(), 1, "{groups}");
 
     // Server-wide settings cannot change at run time. The output reports this.
     let text = std::fs::read_to_string(server.directory().join("vms.toml")).unwrap();

@@ -86,7 +86,8 @@ fn a_client_loses_nothing_without_force() {
     let replace = ["disk", "replace", "vm0/2", "mem:4MiB", "--force"];
     assert_eq!(ctl_json(&server, &replace)[0]["source"], "mem:4MiB");
     assert_eq!(ctl(&server, &["namespace", "detach", "vm0", "2", "--force"]).0, Some(0));
-    assert!(server.stderr().contains("forced, although the client of vm0 would lose namespace 2"));
+    let forced = "--force was given for a change: the client of vm0 would lose namespace 2";
+    assert!(server.stderr().contains(forced));
     assert_eq!(ctl(&server, &["shutdown", "--force"]).0, Some(0));
     drop(guest);
     assert!(server.wait().success(), "{}", server.stderr());
