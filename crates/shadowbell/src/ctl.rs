@@ -41,8 +41,9 @@ use std::process::ExitCode;
 
 /// Query and change a running server
 ///
-/// By default, the control socket of a server is /run/shadowbell/NAME/control.sock. It accepts
-/// connections of root and of the user that the server runs as.
+/// By default, the control socket of a server is /run/shadowbell/NAME/control.sock; the environment
+/// variable SHADOWBELL_RUN_DIR, of the server and of `ctl`, names another directory than
+/// /run/shadowbell. It accepts connections of root and of the user that the server runs as.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = exit::help(AFTER_HELP))]
 pub(crate) struct Args {

@@ -210,8 +210,9 @@ fn refuse_image(client: &Client, file: &Path) -> anyhow::Result<()> {
 }
 
 fn exports(out: &mut dyn Write, all: &Vec<Export>) -> io::Result<()> {
-    let mut table =
-        Table::new(["Export", "Disk", "Protocol", "Address", "Name", "TLS", "Writes", "Failed"]);
+    let mut table = Table::new([
+        "Export", "Disk", "Protocol", "Address", "Name", "TLS", "Writes", "Queues", "Failed",
+    ]);
     for export in all {
         let yes_or_no = |is_so: bool| if is_so { "yes" } else { "no" }.to_owned();
         table.line([
@@ -231,6 +232,8 @@ fn exports(out: &mut dyn Write, all: &Vec<Export>) -> io::Result<()> {
             export.name.clone(),
             yes_or_no(export.tls),
             yes_or_no(!export.read_only),
+            // One for each NBD client, or virtio queue.
+            export.queues.to_string(),
             export.failures.to_string(),
         ]);
     }

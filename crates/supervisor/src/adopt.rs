@@ -10,8 +10,8 @@ use rustix::process::Signal;
 use shadowbell_state::StateError;
 use std::time::Instant;
 
-/// Maximum memory of the state in the fd store, in bytes. The supervisor's thread writes a snapshot
-/// of this size within some tens of milliseconds, and handles no signal meanwhile.
+/// Maximum memory of a checkpoint in the fd store, in bytes. The supervisor's thread writes a
+/// snapshot of this size within some tens of milliseconds, and handles no signal meanwhile.
 const MAX_STORED: usize = 8 << 20;
 
 impl Supervisor {
@@ -81,7 +81,7 @@ impl Supervisor {
         let left = self.left.iter().map(|left| &left.items);
         let items = self.workers().map(|worker| &worker.items).chain(left);
         let sockets = self.sockets.iter().map(|path| path.as_os_str().len());
-        items.map(Checkpoint::memory).chain(sockets).sum()
+        largest(items) + sockets.sum::<usize>()
     }
 
     /// Requires a snapshot if `is_changed`: a message has changed state that only snapshots store.
@@ -103,9 +103,39 @@ impl Supervisor {
     }
 }
 
+/// Estimated memory of the largest checkpoint. During a recovery, the process that recovers has a
+/// copy of the dead process's checkpoint, so the sum would exceed the limit by a recovery.
+fn largest<'a>(checkpoints: impl Iterator<Item = &'a Checkpoint>) -> usize {
+    checkpoints.map(Checkpoint::memory).max().unwrap_or(0)
+}
+
 fn lost(error: &dyn std::fmt::Display) {
     log_line(&format!(
         "error: cannot store the supervisor's state in the service manager's fd store: {error}. If \
          the supervisor is killed, the clients lose their controllers"
     ));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::{Change, packets};
+
+    #[test]
+    fn a_recovery_does_not_exceed_the_limit() {
+        let mut left = Checkpoint::default();
+        let body = [7; 4096];
+        for number in 0..MAX_STORED * 5 / 8 / body.len() {
+            let key = format!("item/{number}");
+            let mut memory = Vec::new();
+            let changes = [Change::Put { key: &key, body: &body, fds: &[] }];
+            for packet in packets(&changes, &mut memory).unwrap() {
+                left.take(&packet.bytes, Vec::new()).unwrap();
+            }
+        }
+        // The process that recovers starts with a copy.
+        let recovering = left.clone();
+        let bytes = largest([&left, &recovering].into_iter());
+        assert!((MAX_STORED / 2..MAX_STORED).contains(&bytes), "{bytes}");
+    }
 }

@@ -89,6 +89,9 @@ pub(super) struct Image<F = Arc<OwnedFd>> {
     /// True if `path` still stands for this file. False after a configuration with this path was
     /// read: the next use of the path resolves it again.
     is_current: bool,
+    /// Other configured paths that stand for this file.
+    #[serde(default)]
+    other_names: Vec<Bytes>,
     /// Descriptor that identifies the file but gives no access to its content.
     file: F,
     #[serde(skip)]
@@ -106,15 +109,40 @@ pub(super) struct Image<F = Arc<OwnedFd>> {
 
 impl<F> Image<F> {
     fn with_file<G>(self, file: G) -> Image<G> {
-        let Self { path, is_current, id, is_writable, uses, is_releasable, .. } = self;
-        Image { path, is_current, file, id, is_writable, uses, is_releasable }
+        let Self { path, is_current, other_names, id, is_writable, uses, is_releasable, .. } = self;
+        Image { path, is_current, other_names, file, id, is_writable, uses, is_releasable }
+    }
+
+    /// Paths that stand for this file.
+    fn names(&self) -> impl Iterator<Item = &Bytes> {
+        self.is_current.then_some(&self.path).into_iter().chain(&self.other_names)
+    }
+
+    /// Adds a path that stands for this file.
+    fn add_name(&mut self, path: Bytes) {
+        if !self.is_current {
+            (self.path, self.is_current) = (path, true);
+        } else if !self.names().any(|name| *name == path) {
+            self.other_names.push(path);
+        }
+    }
+
+    /// Removes the paths that do not stand for this file any more.
+    fn remove_names(&mut self, is_removed: impl Fn(&Bytes) -> bool) {
+        self.other_names.retain(|name| !is_removed(name));
+        if self.is_current && is_removed(&self.path) {
+            match self.other_names.pop() {
+                Some(name) => self.path = name,
+                None => self.is_current = false,
+            }
+        }
     }
 }
 
 impl Image {
     /// True if the image is the resolution of one of these paths.
     fn is_at(&self, paths: &HashSet<&[u8]>) -> bool {
-        self.is_current && paths.contains(&self.path.0[..])
+        self.names().any(|name| paths.contains(&name.0[..]))
     }
 
     /// Returns a descriptor that names the image for the server process, which then uses it.
@@ -145,7 +173,7 @@ impl Grants {
             none => none.insert(permissions),
         };
         for image in &mut self.images {
-            image.is_current &= ours.access(&image.path).is_none();
+            image.remove_names(|name| ours.access(name).is_some());
         }
         self.facts.config = config;
         self.changes += 1;
@@ -155,7 +183,7 @@ impl Grants {
     pub(super) fn known(&mut self, path: &Path) -> Option<&mut Image> {
         let path = bytes_of(&absolute(path));
         self.changes += 1;
-        self.images.iter_mut().find(|image| image.is_current && image.path == path)
+        self.images.iter_mut().find(|image| image.names().any(|name| *name == path))
     }
 
     /// Returns the location of the image at a permitted path, and whether the image may be written.
@@ -183,8 +211,8 @@ impl Grants {
 
     /// Configured paths of read-only images that no held image is the resolution of.
     pub(super) fn unresolved_read_only(&self) -> Vec<PathBuf> {
-        let held = self.images.iter().filter(|image| image.is_current);
-        let held: HashSet<_> = held.map(|image| &image.path.0).collect();
+        let held: HashSet<_> =
+            self.images.iter().flat_map(Image::names).map(|name| &name.0).collect();
         let all = self.facts.permissions.iter().flat_map(|ours| &ours.read_only_images);
         all.filter(|path| !held.contains(&path.0)).map(|path| path_of(&path.0)).collect()
     }
@@ -205,8 +233,9 @@ impl Grants {
             Location::Below(directory, path) => (bytes_of(&directory.join(path)), false),
         };
         if is_current {
-            let others = self.images.iter_mut().filter(|image| image.path == path);
-            others.for_each(|image| image.is_current = false);
+            // The path now stands for the new file.
+            let others = self.images.iter_mut().filter(|image| image.id != id);
+            others.for_each(|image| image.remove_names(|name| *name == path));
         }
         self.changes += 1;
         let known = self.images.iter().position(|image| image.id == id);
@@ -224,19 +253,23 @@ impl Grants {
         if known.is_none() {
             let (path, file) = (path.clone(), Arc::new(file));
             let (uses, is_releasable) = (0, false);
-            let new = Image { path, is_current, file, id, is_writable, uses, is_releasable };
+            let other_names = Vec::new();
+            let new =
+                Image { path, is_current, other_names, file, id, is_writable, uses, is_releasable };
             self.images.push(new);
         }
         let image = &mut self.images[at];
         let permissions = self.facts.permissions.as_ref();
-        let configured = permissions.and_then(|permissions| permissions.access(&image.path));
+        let mut names = std::iter::once(&image.path).chain(&image.other_names);
+        let is_read_only = permissions
+            .is_some_and(|permissions| names.any(|name| permissions.access(name) == Some(false)));
         // An allowed directory does not make a file writable that is configured read-only.
-        image.is_writable |= is_writable && (is_current || configured != Some(false));
+        image.is_writable |= is_writable && (is_current || !is_read_only);
         // A new disk may use the image. If an earlier disk with this image then disappears from the
         // checkpoint, the image must not be released.
         image.is_releasable = false;
         if is_current {
-            (image.path, image.is_current) = (path, true);
+            image.add_name(path);
         }
         Ok(image)
     }

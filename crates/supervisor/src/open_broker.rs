@@ -524,6 +524,35 @@ mod tests {
         assert!(grants.held(image.as_fd(), Access::Read).is_err());
     }
 
+    /// Each configured path of an image leads to it, until the configuration is read again.
+    #[test]
+    fn each_name_of_an_image_is_held() {
+        let mut grants = Grants::default();
+        let (_directory, path) = directory(&["one"]);
+        std::fs::hard_link(path("one"), path("two")).unwrap();
+        let permit = |grants: &mut Grants, names: &[&str]| {
+            let images = names.iter().map(|name| bytes_of(&path(name))).collect();
+            let permissions = Permissions { images, ..Permissions::default() };
+            grants.permit(Permitted { permissions, config: None });
+        };
+        permit(&mut grants, &["one", "two"]);
+        let image = id_of(o_path(&path("one")).as_fd()).unwrap();
+        for name in ["one", "two"] {
+            let (location, is_writable) = grants.location(&path(name)).unwrap();
+            let file = location.open().unwrap();
+            grants.hold(&location, file, is_writable).unwrap();
+        }
+        for name in ["one", "two"] {
+            std::fs::rename(path(name), path("kept")).unwrap();
+            write(path(name), "other").unwrap();
+            let file = grants.known(&path(name)).unwrap().name().unwrap();
+            assert_eq!(id_of(file.as_fd()).unwrap(), image, "{name}");
+        }
+        // The configuration is read again, so its paths are resolved again.
+        permit(&mut grants, &[]);
+        assert!(["one", "two"].iter().all(|name| grants.known(&path(name)).is_none()));
+    }
+
     #[test]
     fn an_image_that_is_granted_again_before_its_release_stays() {
         let mut grants = Grants::default();

@@ -346,9 +346,10 @@ fn applying_a_file_changes_disks_and_exports() {
     assert_eq!((code, &errors[..]), (Some(0), ""));
     assert_eq!(Nbd::connect(&server.directory().join("a.sock")).read(), 0);
 
-    // A source that cannot be opened leaves the disk and the export as they were.
-    let (code, _, errors) = apply(&file("missing.img", ""), &["--force"]);
-    assert!(code.is_some_and(|code| code != 0) && errors.contains("missing.img"), "{errors}");
+    // A source that is no image leaves the disk and the export as they were.
+    std::fs::write(server.directory().join("bad.img"), [0; 700]).unwrap();
+    let (code, _, errors) = apply(&file("bad.img", ""), &["--force"]);
+    assert!(code.is_some_and(|code| code != 0) && errors.contains("bad.img"), "{errors}");
     assert_eq!(Nbd::connect(&server.directory().join("a.sock")).read(), 0);
     let plan = ctl_json(&server, &["apply", "new.toml", "--dry-run"]);
     assert_eq!(plan["differences"].as_array().unwrap().len(), 1, "{plan} {at}");
@@ -381,10 +382,11 @@ fn applying_a_file_opens_the_new_source_of_a_controllers_disk() {
     let disks = ctl_json(&server, &["disk", "ls"]);
     assert!(disks[0]["source"].as_str().unwrap().ends_with("other.img"), "{disks}");
 
-    // The export would start, but the new controller has no image.
+    // The export would start, but the file of the new controller is no image.
+    std::fs::write(server.directory().join("bad.img"), [0; 700]).unwrap();
     let rest = "[[export]]\nid = \"e\"\ndisk = \"data\"\nnbd = \"unix:e.sock\"\nread-only = true\n\
                 [[disk]]\nid = \"more\"\nsource = \"disk.img\"\n\
-                [[controller]]\nsocket = \"vm1.sock\"\ndisks = [\"missing.img\"]\n";
+                [[controller]]\nsocket = \"vm1.sock\"\ndisks = [\"bad.img\"]\n";
     let (code, _, errors) = apply(&file("other.img", rest), &[]);
     assert!(code != Some(0) && errors.contains("nothing was changed"), "{code:?} {errors}");
     assert!(ctl_json(&server, &["export", "ls"]).as_array().unwrap().is_empty());
