@@ -259,6 +259,14 @@ fn an_upgrade_without_a_supervisor_is_refused() {
         assert_eq!(status, Some(3), "{errors}");
         assert!(errors.contains("no server with a supervisor found"), "{errors}");
     }
+    // An unknown name gives the message of the other commands.
+    let errors = ["ctl status --server no", "upgrade no"].map(|words| {
+        let mut command = program();
+        command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+        command.args(words.split(' '));
+        finish(command).2
+    });
+    assert!(errors[0].contains("there is no server `no`") && errors[0] == errors[1], "{errors:?}");
     let mut command = program();
     command.args(["upgrade", "1", "--binary", "/nonexistent"]);
     let (status, _, errors) = finish(command);
