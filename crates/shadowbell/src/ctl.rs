@@ -94,6 +94,9 @@ enum Verb {
         force: bool,
     },
     /// Write the current configuration to a file, for `serve --config`
+    ///
+    /// Files that qcow2 images name are permitted by `[paths] allow` if --backing or --data-file
+    /// names them; the others are listed.
     SaveConfig {
         /// File to create or replace; `-` for standard output
         #[arg(value_name = "FILE")]
@@ -422,11 +425,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let (json, named) = (args.output.is_json(), &args.named);
     let has_disks = matches!(
         args.what,
-        Verb::Controller(_) | Verb::Apply { .. } | Verb::Namespace(_) | Verb::Disk(_)
+        Verb::Controller(_)
+            | Verb::Apply { .. }
+            | Verb::Namespace(_)
+            | Verb::Disk(_)
+            | Verb::SaveConfig { .. }
     );
     if !has_disks && !named.is_empty() {
         return Err(bad_input(anyhow!(
-            "--backing and --data-file belong to verbs that open disks"
+            "--backing and --data-file belong to verbs that open disks, and to save-config"
         )));
     }
     match &args.what {
@@ -451,7 +458,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Verb::Disk(verb) => disk(&client, verb, named, json),
         Verb::Limit(args) => limit(&client, args, json),
         Verb::LimitGroup(verb) => limit_group(&client, verb, json),
-        Verb::SaveConfig { file, force } => save_config(&client, file, *force, json),
+        Verb::SaveConfig { file, force } => save_config(&client, file, *force, named, json),
         Verb::Ana(args) => ana(&client, args, controller_path, json),
         Verb::Stats => stats(&client, json),
         Verb::Trace { verb } => trace(&client, verb.as_ref(), json),
@@ -759,12 +766,28 @@ const SAVED: &str = "# Written by `shadowbell ctl save-config`, which replaces t
 /// Writes the configuration to a file. The server process may be compromised, and a supervisor
 /// grants what its configuration file names, so the difference to an existing file is shown, also
 /// when it is written: the server may give another text than in an earlier call.
-fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow::Result<()> {
+fn save_config(
+    client: &Client,
+    file: &Path,
+    force: bool,
+    named: &NamedFiles,
+    json: bool,
+) -> anyhow::Result<()> {
     let mut answer: Configuration = client.get("/v1/config")?;
-    // The next server gets no grants of `ctl`, so the file has to name all files.
-    let allowed = parse_config(&answer.toml, "").map_or(Vec::new(), |now| files_to_allow(&now));
+    // The next server gets no grants of `ctl`, so the file has to permit the files that qcow2
+    // images name. The server process could have written these names, so the caller repeats them.
+    let wanted = parse_config(&answer.toml, "").map_or(Vec::new(), |now| files_to_allow(&now));
+    let (allowed, others): (Vec<_>, Vec<_>) =
+        wanted.into_iter().partition(|path| named.contains(path));
+    for path in others {
+        let path = path.display();
+        tracing::warn!(
+            "a qcow2 image names {path}, which the saved file does not permit: if its disk needs \
+             this file, repeat the command with --backing or --data-file {path}"
+        );
+    }
     if !allowed.is_empty() {
-        answer.toml = with_allowed(&answer.toml, allowed.clone())?;
+        answer.toml = with_allowed(&answer.toml, allowed)?;
     }
     if file == Path::new("-") {
         return show(&answer, json, |out, answer| write!(out, "{}", answer.toml));
@@ -795,10 +818,6 @@ fn save_config(client: &Client, file: &Path, force: bool, json: bool) -> anyhow:
     replace(file, |new| Ok(new.write_all(text.as_bytes())?))?;
     show(&answer, json, |out, _| {
         writeln!(out, "configuration written to {}", file.display())?;
-        for path in &allowed {
-            let path = path.display();
-            writeln!(out, "`[paths] allow` has {path}, which a qcow2 image names: check it")?;
-        }
         changes.iter().try_for_each(|changes| {
             writeln!(out, "check each change before the next start:\n{changes}")
         })

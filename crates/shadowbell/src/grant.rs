@@ -40,6 +40,11 @@ impl NamedFiles {
         self.backing.is_empty() && self.data_file.is_empty()
     }
 
+    /// True if the caller names the file at this absolute path.
+    pub(crate) fn contains(&self, path: &Path) -> bool {
+        self.files().any(|file| absolute(&file.path) == path)
+    }
+
     fn files(&self) -> impl Iterator<Item = DiskFile> {
         let file = |path: &PathBuf, is_read_only| DiskFile { path: path.clone(), is_read_only };
         let backing = self.backing.iter().map(move |path| file(path, true));
