@@ -196,7 +196,7 @@ mod tests {
         let answer = process.ask(requests::IDENTIFY, "w", Some(image.as_fd()));
         assert_eq!((answer.code, answer.text()), (requests::ERRNO, libc::ENOTTY.to_string()));
         // No request adds a path to the grants.
-        for code in (0..=u8::MAX).filter(|code| !b"noicu".contains(code)) {
+        for code in (0..=u8::MAX).filter(|code| !b"noicus".contains(code)) {
             let answer = process.ask(code, path("other"), Some(other.as_fd()));
             assert_eq!(answer.code, requests::ERRNO, "{code}");
         }
