@@ -10,9 +10,10 @@ use rustix::process::Signal;
 use shadowbell_state::StateError;
 use std::time::Instant;
 
-/// Maximum memory of a checkpoint in the fd store, in bytes. The supervisor's thread writes a
-/// snapshot of this size within some tens of milliseconds, and handles no signal meanwhile.
-const MAX_STORED: usize = 8 << 20;
+/// Maximum memory of a checkpoint in the fd store, in bytes. During a recovery there are two. The
+/// supervisor's thread writes a snapshot of them within some tens of milliseconds, and handles no
+/// signal meanwhile.
+const MAX_STORED: usize = 4 << 20;
 
 impl Supervisor {
     /// Adopts the state of a killed supervisor, if the fd store contains one. Returns true if this

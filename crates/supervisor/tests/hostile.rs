@@ -86,7 +86,7 @@ const OTHERS: [&str; 10] = [
 /// Attacks with many transactions of two packets, for each of which the supervisor writes snapshots
 /// of its state: name of the attack, and number of checkpoint items. A state of the first size is
 /// stored in the service manager's fd store, and one of the second size is too large for it.
-const LARGE: (&str, usize) = ("large state", 1700);
+const LARGE: (&str, usize) = ("large state", 850);
 const HUGE: (&str, usize) = ("huge state", 10_000);
 /// Number of messages of other attacks for one such transaction.
 const PER_TRANSACTION: usize = 500;

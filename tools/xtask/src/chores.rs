@@ -19,8 +19,9 @@ use shadowbell_testing::programs::PROGRAMS;
 use crate::{crates, deb, structure};
 
 /// Test programs that run for half a minute and longer, the longest first.
-const LONG_TESTS: [&str; 3] = [
+const LONG_TESTS: [&str; 4] = [
     "crates/shadowbell/tests/serve/main.rs",
+    "crates/supervisor/tests/hostile.rs",
     "crates/driver/tests/recovery/main.rs",
     "tools/xtask/tests/bench.rs",
 ];
