@@ -60,15 +60,18 @@ pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunD
     }
     let all: Vec<_> = kinds.iter().map(|(_, nsid)| device(*nsid)).collect();
     report.check("fio writes and verifies, all at once", |_| {
-        guest.sh(&format!("{} --size=12m", fio(&all)), LIMIT)
+        guest.sh(&format!("{} --size=6m", fio(&all)), LIMIT)
     });
     for (what, is_kill) in [("killed", true), ("upgraded", false)] {
         report.check(&format!("the process is {what} {EVENTS} times under fio"), |_| {
             let load = format!(
-                "{} --size=12m --time_based --runtime=12 >/tmp/fio.log 2>&1; echo $? >/tmp/fio.code",
+                "{} --size=6m --time_based --runtime=20 >/tmp/fio.log 2>&1; echo $? >/tmp/fio.code",
                 fio(&all)
             );
-            guest.sh(&format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"), LIMIT)?;
+            guest.sh(
+                &format!("rm -f /tmp/fio.code; ({load}) </dev/null >/dev/null 2>&1 &"),
+                LIMIT,
+            )?;
             for _ in 0..EVENTS {
                 // Time for which each server process serves before it is killed or upgraded.
                 std::thread::sleep(Duration::from_millis(1500));

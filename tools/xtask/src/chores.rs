@@ -284,7 +284,7 @@ fn loom_models(report: &mut Report) {
 /// the package, the guest suites, kills and loom models. As many run side by side as the machine
 /// has CPUs.
 fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
-    let mut jobs = Vec::new();
+    let (mut jobs, mut suites) = (Vec::new(), Vec::new());
     if with_guest {
         report.begin("guest");
         // Packages and files that several jobs need are made once, before the jobs start.
@@ -293,14 +293,12 @@ fn jobs(report: &mut Report, program: &Path, with_guest: bool) {
         });
         jobs.push(part("instructions", Part::Instructions, program));
         jobs.push(part("package", Part::Package, program));
-        jobs.push(part("loom", Part::Loom, program));
         if prepared.is_some() {
-            jobs.extend(guests(program));
+            suites = guests(program);
         }
-    } else {
-        jobs.push(part("loom", Part::Loom, program));
     }
-    jobs.push(part("soak kill", Part::Kill, program));
+    jobs.extend([part("loom", Part::Loom, program), part("soak kill", Part::Kill, program)]);
+    jobs.extend(suites);
     in_own_directories(report, cpus(), jobs);
 }
 
@@ -318,6 +316,7 @@ fn guests(program: &Path) -> Vec<Job> {
                 Suite::Driver
                     | Suite::Recover
                     | Suite::Readers
+                    | Suite::Reset
                     | Suite::Ublk
                     | Suite::Upgrade
                     | Suite::Kill
