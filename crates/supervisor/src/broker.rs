@@ -2,9 +2,10 @@
 //! a sandbox.
 //!
 //! Each server process has one thread for paths (`path_broker`) and some for images (`open_broker`)
-//! and connections to NBD servers (`connect_broker`), which end with the process, or when it closes their sockets. So a hung file
-//! system delays the answer to one request of the server process, and not the supervisor. A request
-//! without a [grant](super::grants) is refused, and no request adds a grant.
+//! and connections to NBD servers (`connect_broker`), which end with the process, or when it closes
+//! their sockets. So a hung file system delays the answer to one request of the server process, and
+//! not the supervisor. A request without a [grant](super::grants) is refused, and no request adds a
+//! grant.
 
 use super::log::log_line;
 use super::{connect_broker, open_broker, path_broker};

@@ -126,9 +126,9 @@ impl Ring {
         let entries = [sending.user_data(SEND), taking.user_data(TAKE)];
         let uring = self.uring.as_mut()?;
         // SAFETY: the headers and their buffers live until this call ends, and no operation uses
-        // them later. Operations that do not wait (MSG_DONTWAIT, RWF_NOWAIT) have completed when the submit
-        // returns, which is checked below. Operations that were not submitted are discarded with
-        // the ring.
+        // them later. Operations that do not wait (MSG_DONTWAIT, RWF_NOWAIT) have completed when
+        // the submit returns, which is checked below. Operations that were not submitted are
+        // discarded with the ring.
         if unsafe { uring.submission().push_multiple(&entries) }.is_err() {
             self.uring = None;
             return None;
